@@ -12,7 +12,7 @@ from typing import Any, Callable
 import torch
 from torch import Tensor, nn
 
-from mindspeed_fx.megatron import capacity, patches, rope_scaling, zero_memory
+from mindspeed_fx.megatron import alibi, capacity, patches, rope_scaling, zero_memory
 from mindspeed_fx.megatron.flags import recomputed
 from mindspeed_fx.megatron.flags.llm_parts import ALL_HEADS, POST_NORM
 from mindspeed_fx.megatron.norm import AllHeadsRMSNorm, OffsetRMSNorm
@@ -100,6 +100,8 @@ def _change_layer(layer: Any, args: Namespace) -> None:
     if cap:
         softmax, change = layer.self_attention.core_attention.scale_mask_softmax, _capped(cap)
         softmax.register_forward_pre_hook(lambda module, inputs: (change(inputs[0]), *inputs[1:]))
+    if getattr(args, "alibi", False):
+        alibi.add_bias(layer.self_attention.core_attention)
     if layers == POST_NORM:
         layer.post_attn_norm, layer.post_mlp_layernorm = _norm(layer.config), _norm(layer.config)
         layer.self_attn_bda = _before(layer.self_attn_bda, layer.post_attn_norm)

@@ -13,6 +13,7 @@ import torch
 import torch.multiprocessing as mp
 
 import mindspeed_fx
+from mindspeed_fx.megatron import alibi
 from tests.megatron.launch import runner
 
 ULYSSES, RING, HYBRID = "ulysses_cp_algo", "megatron_cp_algo", "hybrid_cp_algo"
@@ -32,11 +33,12 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
     flags: dict[str, Any] = field(default_factory=dict)
     compiled: bool = False
+    alibi: bool = False
 
     def __str__(self) -> str:
         flags = [f"{k}={v}" for k, v in (self.flags | self.config).items()]
         widths = f"{self.heads}:{self.kv_heads} heads" + (f" v{self.v_dim}" if self.v_dim != DIM else "")
-        return " ".join([self.algorithm, widths, self.mask, *flags])
+        return " ".join([self.algorithm, widths, self.mask, *flags, "alibi" * self.alibi])
 
 
 def layer(case, ranks):
@@ -57,6 +59,8 @@ def layer(case, ranks):
         **case.config,
     )
     attention = DotProductAttention(config, 1, AttnMaskType.causal, "self", v_channels=case.v_dim)
+    if case.alibi:
+        alibi.add_bias(attention)
     if attention.softmax_offset is not None:
         with torch.no_grad():
             attention.softmax_offset.copy_(torch.linspace(-1, 1, case.heads))
@@ -81,6 +85,9 @@ def expected(q, k, v, case, sinks):
     groups = case.heads // case.kv_heads
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)))
     scores = q @ k.transpose(-1, -2) / math.sqrt(DIM)
+    if case.alibi:
+        i = torch.arange(SEQ, dtype=torch.float64)
+        scores = scores + torch.tensor(alibi.slopes(case.heads), dtype=torch.float64).view(-1, 1, 1) * (i - i[:, None])
     mask = masked(case.mask)
     if "window_size" in case.config:
         i = torch.arange(SEQ)
@@ -199,13 +206,19 @@ FAMILIES = [
     Case(GATHER, config={"window_size": (5, 0)}),
     Case(ADAPTIVE, mask="general"),
     Case(HYBRID_ADAPTIVE, 4, 2, mask="documents", flags=TWO),
+    Case(ULYSSES, 12, 3, alibi=True),
+    Case(RING, 4, 2, flags={"cp_window_size": 2}, alibi=True),
+    Case(RING, 3, 1, mask="general", alibi=True),
+    Case(HYBRID, 6, 2, flags=TWO, alibi=True),
+    Case(GATHER, 3, 1, mask="documents", alibi=True),
+    Case(GATHER, alibi=True),
 ]
 
 
 def test_every_algorithm_gives_what_one_process_gives(tmp_path):
     """Values and gradients of queries, keys, values and sinks on two and four ranks; a ring also in one graph."""
     two = [c for c in FAMILIES if "ulysses_degree_in_cp" not in c.flags]
-    cases = {2: [*two, Case(RING, 4, 2, compiled=True)], 4: FAMILIES}
+    cases = {2: [*two, Case(RING, 4, 2, compiled=True, alibi=True)], 4: FAMILIES}
     mp.spawn(fork_ranks, args=(str(tmp_path / "store"), cases), nprocs=1)
 
 
@@ -213,6 +226,8 @@ COMPILED = [
     Case(ULYSSES, 4, 1, mask="documents", compiled=True),
     Case(RING, 4, 2, mask="general", flags={"context_parallel_kv_cache_policy": "half"}, compiled=True),
     Case(GATHER, 4, 2, compiled=True),
+    Case(GATHER, 4, 2, compiled=True, alibi=True),
+    Case(RING, 4, 2, compiled=True),
 ]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_fx.megatron import patches
+from mindspeed_fx.megatron import alibi, patches
 from mindspeed_fx.megatron.context_parallel import rings, sequence
 from mindspeed_fx.megatron.context_parallel.settings import Settings, check_layer, read_settings
 from mindspeed_fx.sharding.spmd.ring import RingAttention
@@ -201,17 +201,23 @@ def _ring(attention: Any, divided: Divided, query: Tensor, key: Tensor, value: T
     settings = divided.settings
     causal = divided.causal and divided.window is None and mask is None
     ring = rings.make_ring(divided.keys_group, settings.window, causal, divided.scale, divided.keeps)
-    allowed = None if causal else _own_mask(divided, mask, query)
-    if allowed is not None:
-        query, allowed = _visible(query, allowed[(None,) * (4 - allowed.ndim)])
-        allowed = sequence.rank_order(allowed, 3, settings.ring)
+    masked = None if causal else _own_mask(divided, mask, query)
+    bias = alibi.key_bias(attention, query.shape[0] * settings.ring, query)
+    if masked is not None:
+        query, bias = _visible(query, masked[(None,) * (4 - masked.ndim)], bias)
+    if bias is not None:
+        bias = sequence.rank_order(bias, 3, settings.ring)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-    out = RingAttention.apply(q, k, v, attention.softmax_offset, allowed, ring)
+    out = RingAttention.apply(q, k, v, attention.softmax_offset, bias, ring)
     return out.permute(2, 0, 1, 3).flatten(2)
 
 
-def _visible(query: Tensor, masked: Tensor) -> tuple[Tensor, Tensor]:
-    """``query`` and the mask, True where attention is allowed. A row that sees no key is the mean of all values, as
-    where Megatron writes -10000 into each of its scores: its query is zero and sees all."""
+def _visible(query: Tensor, masked: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``query`` and the mask, True where attention is allowed, or with ``bias`` what is added to scores. A row that
+    sees no key is the mean of all values, as where Megatron writes -10000 into each of its scores: its query is zero
+    and sees all."""
     blind = masked.all(-1, keepdim=True)  # [batch or 1, 1, rows, 1]
-    return query.masked_fill(blind.permute(2, 0, 1, 3), 0.0), ~masked | blind
+    query = query.masked_fill(blind.permute(2, 0, 1, 3), 0.0)
+    if bias is None:
+        return query, ~masked | blind
+    return query, torch.where(masked, -math.inf, bias).masked_fill(blind, 0.0)

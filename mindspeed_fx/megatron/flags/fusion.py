@@ -50,7 +50,23 @@ def _next_tokens(args: Namespace) -> str:
     return "no later token is seen: the causal mask"
 
 
-ALIBI = "Megatron-core has no ALiBi; use `--position-embedding-type rope`"
+def _alibi(args: Namespace) -> str:
+    if get(args, "multi_latent_attention"):
+        raise NotDone("latent attention has its own positions; remove --position-embedding-type alibi")
+    args.position_embedding_type, args.alibi = "none", True
+    return "slopes times distances are added to the scores"
+
+
+def _alibi_form(args: Namespace) -> str:
+    return "the same values" if get(args, "alibi") else "no effect without --position-embedding-type alibi"
+
+
+def _alibi_type(args: Namespace) -> str:
+    if not get(args, "alibi"):
+        return "no effect without --position-embedding-type alibi"
+    if args.alibi_fusion_attn_type in (None, 0, 2):
+        return "the same values"
+    raise NotDone(f"{args.alibi_fusion_attn_type} is another bias, m sqrt(|i - j|), or none; valid: 0, 2")
 
 
 def _fuse_expert_gradients(args: Namespace) -> str:
@@ -148,11 +164,37 @@ FLAGS = [
         shown_by="test_gradients_of_experts_go_to_main_grad",
         skip=True,
     ),
-    added("--position-embedding-type", "alibi", REFUSED, "ALiBi", ALIBI),
-    setting("--alibi-fusion-attn-type", "--position-embedding-type alibi", None, int),
-    setting("--alibi-diagonal-opposite", "--position-embedding-type alibi"),
-    setting("--square-alibi-mask", "--position-embedding-type alibi"),
-    setting("--fill-neg-inf", "--position-embedding-type alibi"),
+    added(
+        "--position-embedding-type",
+        "alibi",
+        OPTION,
+        "ALiBi: m (j - i) is added to scores, with a slope m for each head",
+        "added to the scores of the local attention, under context parallelism too; causal attention alone",
+        act=_alibi,
+        shown_by="test_alibi.py::test_training_is_that_of_the_formula",
+    ),
+    Flag(
+        "--alibi-fusion-attn-type",
+        OPTION,
+        "how the fused attention is given the bias: 0 as values, 2 made in the kernel, 3 by square roots of distances",
+        "0 and 2 are the same values; 3 is an error",
+        type=int,
+        act=_alibi_type,
+    ),
+    *(
+        switch(
+            name,
+            COMPILER,
+            asks,
+            "causal attention reads nothing above the diagonal: the same values",
+            act=_alibi_form,
+        )
+        for name, asks in (
+            ("--alibi-diagonal-opposite", "the other sign of the bias above the diagonal"),
+            ("--square-alibi-mask", "the bias is stored for every pair instead of for every key"),
+            ("--fill-neg-inf", "the bias above the diagonal is -inf"),
+        )
+    ),
     number(
         "--optimization-level",
         2,

@@ -21,6 +21,7 @@ instead of one. Gradients go round the inner ring, and their sums from window to
 
 from __future__ import annotations
 
+import math
 from typing import Any, Sequence
 
 import torch
@@ -181,15 +182,24 @@ def _take_chunks(x: Tensor, starts: Sequence[int], half: int) -> Tensor:
     return torch.cat([x.chunk(2, 2)[starts[0] // half], x.narrow(2, starts[1], half)])
 
 
+def _take_biases(bias: Tensor | None, starts: Sequence[int], half: int, batch: int) -> Tensor | None:
+    """Of what is added for each key, [1, heads, 1, keys], the two chunks, as :func:`_take_chunks` takes the keys."""
+    if bias is None:
+        return None
+    chunks = (bias.chunk(2, 3)[starts[0] // half], bias.narrow(3, starts[1], half))
+    return torch.cat([chunk.expand(batch, -1, -1, -1) for chunk in chunks])
+
+
 def _put(x: Tensor, chunk: Tensor, start: int) -> Tensor:
     return torch.slice_scatter(x, chunk, 2, start, start + chunk.shape[2])
 
 
 class RingAttention(torch.autograd.Function):
-    """On local tensors, [batch, heads, sequence / ranks, dim], and for a ring that is not causal a mask of a rank's own
-    rows, [batch or 1, heads or 1, sequence / ranks, sequence], True where attention is allowed, its columns in the
-    order of the ranks that hold the keys. Every row sees a key. The graphs of all ranks differ in numbers alone, so
-    that what is decided about them (saving, order) is the same everywhere."""
+    """On local tensors, [batch, heads, sequence / ranks, dim], and a mask whose columns are in the order of the ranks
+    that hold the keys: for a ring that is not causal that of a rank's own rows, [batch or 1, heads or 1, sequence /
+    ranks, sequence], True where attention is allowed or what is added to scores; for a causal ring what is added for
+    each key, [1, heads, 1, sequence]. Every row sees a key. The graphs of all ranks differ in numbers alone, so that
+    what is decided about them (saving, order) is the same everywhere."""
 
     @staticmethod
     def forward(
@@ -210,7 +220,7 @@ class RingAttention(torch.autograd.Function):
                 _take_chunks(q, rows, half),
                 _take_chunks(k, columns, half),
                 _take_chunks(v, columns, half),
-                None,
+                _take_biases(ring.mask_for(mask, *at), columns, half, q.shape[0]),
                 False,
                 ring.scale,
                 0,
@@ -249,7 +259,8 @@ class RingAttention(torch.autograd.Function):
                     _take_chunks(x, starts, half)
                     for x, starts in ((grad, rows), (q, rows), (k, columns), (v, columns), (out, rows), (lse, rows))
                 ]
-                blocks = ops.attention_backward(*arguments, None, False, ring.scale, 0, ring.softcap)
+                biases = _take_biases(ring.mask_for(mask, *at), columns, half, q.shape[0])
+                blocks = ops.attention_backward(*arguments, biases, False, ring.scale, 0, ring.softcap)
                 before = behind() or [torch.zeros_like(g) for g in gradients]
                 dq, *gradients = (
                     _add_chunks(x, starts, b, half)
@@ -268,11 +279,11 @@ class RingAttention(torch.autograd.Function):
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, ring: Ring) -> tuple[Tensor, Tensor]:
     """Attention to one rank's keys, and its log-sum-exp: :data:`NO_KEY` for a row that sees none of them."""
-    causal = ring.causal and mask is None
-    out, lse = ops.attention(q, k, v, mask, causal, ring.scale, 0, ring.softcap)
-    if mask is None:
+    out, lse = ops.attention(q, k, v, mask, ring.causal, ring.scale, 0, ring.softcap)
+    if mask is None or ring.causal:
         return out, lse
-    seen = mask.any(-1)  # what kernels say of rows without any key differs: ATen's flash kernel on CPU says 0
+    allowed = mask if mask.dtype == torch.bool else mask > -math.inf
+    seen = allowed.any(-1)  # what kernels say of rows without any key differs: ATen's flash kernel on CPU says 0
     return torch.where(seen.unsqueeze(-1), out, 0.0), torch.where(seen, lse, NO_KEY)
 
 

@@ -123,6 +123,8 @@ MODEL = {
 }
 
 MTP = "--mtp-num-layers 1"
+ALIBI = "--position-embedding-type alibi"
+ALIBI_FORMS = ("--alibi-diagonal-opposite", "--square-alibi-mask", "--fill-neg-inf")
 PARTS = {
     "--scale-emb": [("--scale-emb 12", dict(says="times it")), (f"--scale-emb 12 {MTP}", dict(error="multi-token"))],
     "--embedding-multiplier-scale": [("--embedding-multiplier-scale 2", dict(says="times it"))],
@@ -139,6 +141,16 @@ PARTS = {
         ("--attn-logit-softcapping 50 --context-parallel-size 2", dict(error="has no soft-cap")),
         ("--attn-logit-softcapping 50 --apply-query-key-layer-scaling", dict(error="remove one of the two")),
     ],
+    "--position-embedding-type alibi": [
+        (ALIBI, dict(position_embedding_type="none", alibi=True, says="slopes times distances")),
+        (f"{ALIBI} {MLA}", dict(error="latent attention has its own positions")),
+    ],
+    "--alibi-fusion-attn-type": [
+        (f"{ALIBI} --alibi-fusion-attn-type 2", dict(says="the same values")),
+        (f"{ALIBI} --alibi-fusion-attn-type 3", dict(error="valid: 0, 2")),
+        ("--alibi-fusion-attn-type 2", dict(says="no effect without --position-embedding-type alibi")),
+    ],
+    **{flag: [(f"{ALIBI} {flag}", dict(says="the same values"))] for flag in ALIBI_FORMS},
     "--add-rmsnorm-offset": [
         ("--add-rmsnorm-offset --normalization RMSNorm", dict(layernorm_zero_centered_gamma=True)),
         ("--add-rmsnorm-offset", dict(says="no effect")),

@@ -92,9 +92,6 @@ REFUSED = {
     "--optimizer-cpu-offload": """
     --virtual-optimizer=some --compress-optimizer
     """,
-    "--position-embedding-type rope": """
-    --position-embedding-type=alibi
-    """,
     "--disable-bias-linear": """
     --add-dense-bias
     """,
@@ -205,9 +202,6 @@ SETTINGS = {
     """,
     "--moe-adaptive-recompute-activation": """
     --moe-adaptive-recompute-activation-scale=2.5
-    """,
-    "--position-embedding-type alibi": """
-    --alibi-fusion-attn-type=2 --alibi-diagonal-opposite --square-alibi-mask --fill-neg-inf
     """,
     "--use-ema": """
     --ema-decay=1.4999
