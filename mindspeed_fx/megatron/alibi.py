@@ -1,12 +1,11 @@
 """ALiBi in Megatron's local attention: scores s_ij + m_h (j - i), with a slope m_h for every head.
 
 Source: Press et al. 2022, "Train Short, Test Long"; MindSpeed's ``--position-embedding-type alibi``. It takes causal
-attention, where MindSpeed's forms of the bias (square or not, filled with -inf, either sign above the diagonal) are one.
+attention, where MindSpeed's forms of the bias (square or not, filled with -inf, either sign above the diagonal) are
+one.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor, nn

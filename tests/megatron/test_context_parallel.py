@@ -34,11 +34,12 @@ class Case:
     flags: dict[str, Any] = field(default_factory=dict)
     compiled: bool = False
     alibi: bool = False
+    dropout: float = 0.0
 
     def __str__(self) -> str:
         flags = [f"{k}={v}" for k, v in (self.flags | self.config).items()]
         widths = f"{self.heads}:{self.kv_heads} heads" + (f" v{self.v_dim}" if self.v_dim != DIM else "")
-        return " ".join([self.algorithm, widths, self.mask, *flags, "alibi" * self.alibi])
+        return " ".join([self.algorithm, widths, self.mask, *flags, "alibi" * self.alibi, f"p{self.dropout}"])
 
 
 def layer(case, ranks):
@@ -53,7 +54,7 @@ def layer(case, ranks):
         num_attention_heads=case.heads,
         num_query_groups=case.kv_heads,
         context_parallel_size=ranks,
-        attention_dropout=0.0,
+        attention_dropout=case.dropout,
         params_dtype=torch.float64,
         masked_softmax_fusion=False,
         **case.config,
@@ -80,8 +81,8 @@ def masked(kind):
     return None
 
 
-def expected(q, k, v, case, sinks):
-    """[sequence, batch, heads * v_dim] by the definition."""
+def expected(q, k, v, case, sinks, keep=None):
+    """[sequence, batch, heads * v_dim] by the definition; ``keep``: what dropout keeps, [batch, heads, rows, keys]."""
     groups = case.heads // case.kv_heads
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)))
     scores = q @ k.transpose(-1, -2) / math.sqrt(DIM)
@@ -97,7 +98,34 @@ def expected(q, k, v, case, sinks):
     scores = scores.masked_fill(mask, -10000.0)
     if sinks is not None:
         scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(BATCH, -1, SEQ, 1)], -1)
-    return (scores.softmax(-1)[..., :SEQ] @ v).permute(2, 0, 1, 3).flatten(2)
+    weights = scores.softmax(-1)[..., :SEQ]
+    if keep is not None:
+        weights = weights * keep / (1 - case.dropout)
+    return (weights @ v).permute(2, 0, 1, 3).flatten(2)
+
+
+def kept_weights(attention, own, ranks):
+    """What the ranks draw in their next forward, put together to [batch, heads, rows, keys], and a forward that draws
+    it again."""
+    from torch import distributed as dist
+
+    from mindspeed_fx.megatron.context_parallel import attention as module
+    from mindspeed_fx.megatron.context_parallel.sequence import own_positions, rank_order
+
+    module.draw = getattr(module, "draw", module._draw_kept)
+    drawn = module.draw(attention, own[0].permute(1, 2, 0, 3), ranks)
+    parts = [torch.empty_like(drawn) for _ in range(ranks)]
+    dist.all_gather(parts, drawn)
+    whole, keys = (
+        torch.empty(BATCH, own[0].shape[2], SEQ, SEQ, dtype=torch.bool),
+        rank_order(torch.arange(SEQ), 0, ranks),
+    )
+    for rank, part in enumerate(parts):
+        rows = own_positions(SEQ // ranks, ranks, rank, part.device)
+        whole[:, :, rows.unsqueeze(1), keys] = part
+    module._draw_kept = lambda *_: drawn
+    assert 0 < whole.sum() < whole.numel()
+    return whole
 
 
 def check(case, rank, ranks):
@@ -114,11 +142,11 @@ def check(case, rank, ranks):
     weight = torch.randn(SEQ, BATCH, case.heads * case.v_dim, generator=draw, dtype=torch.float64)
     sinks = attention.softmax_offset
     target = None if sinks is None else sinks.detach().clone().requires_grad_(sinks.requires_grad)
-    right = expected(*wholes, case, target)
-    (right * weight).sum().backward()
-
     part = lambda x: own_chunks(x.detach(), 0, ranks, rank)  # noqa: E731
     own = [part(x).requires_grad_() for x in wholes]
+    right = expected(*wholes, case, target, kept_weights(attention, own, ranks) if case.dropout else None)
+    (right * weight).sum().backward()
+
     mask = get_batch_on_this_cp_rank({"attention_mask": masked(case.mask)})["attention_mask"]
     run = attention
     if case.compiled:
@@ -195,6 +223,7 @@ FAMILIES = [
     Case(RING, 3, 3, v_dim=2, flags={"cp_window_size": 2}),
     Case(RING, mask="documents"),
     Case(RING, 4, 1, mask="general"),
+    Case(RING, 4, 2, mask="general", config={"softmax_type": "learnable"}),
     Case(RING, flags={"context_parallel_kv_cache_policy": "full"}),
     Case(RING, flags={"context_parallel_kv_cache_policy": "half", "cp_window_size": 2}),
     Case(RING, config={"softmax_type": "learnable"}),
@@ -212,6 +241,9 @@ FAMILIES = [
     Case(HYBRID, 6, 2, flags=TWO, alibi=True),
     Case(GATHER, 3, 1, mask="documents", alibi=True),
     Case(GATHER, alibi=True),
+    Case(RING, 4, 2, flags={"context_parallel_kv_cache_policy": "half", "cp_window_size": 2}, dropout=0.4),
+    Case(RING, 3, 1, mask="general", config={"softmax_type": "learnable"}, dropout=0.4),
+    Case(RING, alibi=True, dropout=0.1),
 ]
 
 
@@ -357,9 +389,7 @@ def test_what_a_layer_cannot_do_is_refused_by_name():
 
     ulysses, ring = (read_settings(Config(context_parallel_algo=a)) for a in (ULYSSES, RING))
     with pytest.raises(ValueError, match=r"--context-parallel-size 4 .* --num-attention-heads 12 .* valid: 1, 2, 3, 6"):
-        check_layer(ulysses, heads=6, tensor_ranks=2, dropout=0.0, softmax_type="vanilla")
-    with pytest.raises(ValueError, match="--attention-dropout 0.1 .* valid: 0"):
-        check_layer(ring, heads=6, tensor_ranks=2, dropout=0.1, softmax_type="vanilla")
+        check_layer(ulysses, heads=6, tensor_ranks=2, softmax_type="vanilla")
     with pytest.raises(ValueError, match="--softmax-type learnable .* valid: megatron_cp_algo"):
-        check_layer(ulysses, heads=4, tensor_ranks=1, dropout=0.1, softmax_type="learnable")
-    check_layer(ring, heads=3, tensor_ranks=1, dropout=0.0, softmax_type="learnable")
+        check_layer(ulysses, heads=4, tensor_ranks=1, softmax_type="learnable")
+    check_layer(ring, heads=3, tensor_ranks=1, softmax_type="learnable")

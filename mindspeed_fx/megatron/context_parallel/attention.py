@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mindspeed_fx.kernels.base import accumulation_dtype
 from mindspeed_fx.megatron import alibi, patches
 from mindspeed_fx.megatron.context_parallel import rings, sequence
 from mindspeed_fx.megatron.context_parallel.settings import Settings, check_layer, read_settings
@@ -76,7 +77,7 @@ def initialize(
 def _divide(attention: Any, config: Any, pg_collection: Any) -> Divided:
     settings = read_settings(config)
     heads, kv_heads = attention.num_attention_heads_per_partition, attention.num_query_groups_per_partition
-    check_layer(settings, heads, attention.tp_group.size(), attention.attention_dropout.p, config.softmax_type)
+    check_layer(settings, heads, attention.tp_group.size(), config.softmax_type)
     u = settings.ulysses
     heads_group, keys_group = sequence.subgroups(_context_group(pg_collection), u)
     softmax = attention.scale_mask_softmax
@@ -200,24 +201,39 @@ def _own_mask(divided: Divided, mask: Tensor | None, query: Tensor) -> Tensor | 
 def _ring(attention: Any, divided: Divided, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     settings = divided.settings
     causal = divided.causal and divided.window is None and mask is None
-    ring = rings.make_ring(divided.keys_group, settings.window, causal, divided.scale, divided.keeps)
+    dropout = attention.attention_dropout.p if attention.training else 0.0
+    ring = rings.make_ring(divided.keys_group, settings.window, causal, divided.scale, divided.keeps, dropout)
     masked = None if causal else _own_mask(divided, mask, query)
     bias = alibi.key_bias(attention, query.shape[0] * settings.ring, query)
     if masked is not None:
-        query, bias = _visible(query, masked[(None,) * (4 - masked.ndim)], bias)
+        query, bias = _visible(query, masked[(None,) * (4 - masked.ndim)], bias, attention.softmax_offset)
     if bias is not None:
         bias = sequence.rank_order(bias, 3, settings.ring)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-    out = RingAttention.apply(q, k, v, attention.softmax_offset, bias, ring)
+    keep = _draw_kept(attention, q, settings.ring) if dropout else None
+    out = RingAttention.apply(q, k, v, attention.softmax_offset, bias, keep, ring)
     return out.permute(2, 0, 1, 3).flatten(2)
 
 
-def _visible(query: Tensor, masked: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """``query`` and the mask, True where attention is allowed, or with ``bias`` what is added to scores. A row that
-    sees no key is the mean of all values, as where Megatron writes -10000 into each of its scores: its query is zero
-    and sees all."""
+def _draw_kept(attention: Any, query: Tensor, ranks: int) -> Tensor:
+    """[batch, heads, rows, keys], False where dropout takes a weight of a rank's own rows and all keys: ones as
+    Megatron's attention draws, by the tracker of tensor-parallel ranks where the sequence is not theirs."""
+    from megatron.core import tensor_parallel
+
+    ones = torch.ones(*query.shape[:3], query.shape[2] * ranks, dtype=query.dtype, device=query.device)
+    if attention.config.sequence_parallel:
+        return attention.attention_dropout(ones) > 0
+    with tensor_parallel.get_cuda_rng_tracker().fork():
+        return attention.attention_dropout(ones) > 0
+
+
+def _visible(query: Tensor, masked: Tensor, bias: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``query`` and the mask, True where attention is allowed, or with ``bias`` or ``sinks`` what is added to scores. A
+    row that sees no key has a zero query and sees all, so that it is the mean of all values, as where Megatron writes
+    -10000 into each of its scores; beside a sink it is nothing, as there."""
     blind = masked.all(-1, keepdim=True)  # [batch or 1, 1, rows, 1]
     query = query.masked_fill(blind.permute(2, 0, 1, 3), 0.0)
-    if bias is None:
+    if bias is None and sinks is None:
         return query, ~masked | blind
-    return query, torch.where(masked, -math.inf, bias).masked_fill(blind, 0.0)
+    bias = torch.zeros((), dtype=accumulation_dtype(query.dtype), device=query.device) if bias is None else bias
+    return query, torch.where(masked, -math.inf, bias).masked_fill(blind, -10000.0)

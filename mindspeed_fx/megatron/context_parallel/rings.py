@@ -33,7 +33,9 @@ class GroupRing(Ring):
         return list(tensors)
 
 
-def make_ring(group: Any, window: int, causal: bool, scale: float, keeps: str | None) -> GroupRing:
+def make_ring(
+    group: Any, window: int, causal: bool, scale: float, keeps: str | None, dropout: float = 0.0
+) -> GroupRing:
     """A ring through ``group`` in the order of its ranks.
 
     Args:
@@ -41,6 +43,7 @@ def make_ring(group: Any, window: int, causal: bool, scale: float, keeps: str | 
         causal: no mask is given, and queries see the keys up to their own.
         scale: factor on q k^T.
         keeps: what the backward has of other ranks' keys and values from the forward, as in ``Ring``.
+        dropout: of the weights; 0 for none.
     """
     return GroupRing(
         mesh=group,
@@ -51,6 +54,7 @@ def make_ring(group: Any, window: int, causal: bool, scale: float, keeps: str | 
         softcap=0.0,
         window=window,
         keeps=keeps,
+        dropout=dropout,
         rank=group.rank(),
         name=group.group_name,
     )

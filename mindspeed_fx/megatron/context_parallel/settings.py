@@ -46,10 +46,6 @@ class Settings:
         """Groups of ``ulysses`` ranks."""
         return self.ranks // self.ulysses
 
-    @property
-    def has_ring(self) -> bool:
-        return self.ring > 1 and not self.gathers_keys
-
     def keeps(self, layer: int) -> str | None:
         """What the backward of ``layer`` (counted from 1) has of other ranks' keys and values from the forward."""
         return self.kept if (layer - 1) % (self.interval + 1) == 0 else None
@@ -99,13 +95,12 @@ def _ulysses_degree(config: Any, algorithm: str, ranks: int) -> int:
     )
 
 
-def check_layer(settings: Settings, heads: int, tensor_ranks: int, dropout: float, softmax_type: str) -> None:
+def check_layer(settings: Settings, heads: int, tensor_ranks: int, softmax_type: str) -> None:
     """Raise ValueError where an attention layer cannot be divided so, in one line.
 
     Args:
         heads: attention heads on each tensor-parallel rank.
         tensor_ranks: ``--tensor-model-parallel-size``.
-        dropout: of attention's weights.
         softmax_type: "vanilla", or with a further score for each head.
     """
     algorithm, u = settings.algorithm, settings.ulysses
@@ -120,11 +115,6 @@ def check_layer(settings: Settings, heads: int, tensor_ranks: int, dropout: floa
         raise ValueError(
             f"--softmax-type {softmax_type} with --context-parallel-algo {algorithm}: a score of its own for each head "
             f"does not move with the heads; valid: {RING}, {GATHER}"
-        )
-    if settings.has_ring and dropout > 0:
-        raise ValueError(
-            f"--attention-dropout {dropout} with --context-parallel-algo {algorithm}: a ring has no whole rows of "
-            f"weights to drop from; valid: 0, or --context-parallel-algo {ULYSSES} or {GATHER}"
         )
 
 

@@ -14,7 +14,6 @@ from mindspeed_fx.megatron.flags.flag import (
     added,
     get,
     number,
-    setting,
     switch,
     word,
 )

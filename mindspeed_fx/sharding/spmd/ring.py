@@ -32,6 +32,7 @@ from mindspeed_fx.compat import tracing
 from mindspeed_fx.kernels.attention import stored_bsnd
 from mindspeed_fx.kernels.base import accumulation_dtype
 from mindspeed_fx.sharding.plan import ShardingError
+from mindspeed_fx.sharding.spmd import ring_dropout
 from mindspeed_fx.sharding.spmd.block_schedule import PER_RANK, BlockSchedule, best, needed_blocks
 from mindspeed_fx.sharding.spmd.ring_blocks import Exchange, ScheduledAttention, sinks_gradient, with_sinks
 from mindspeed_fx.sharding.spmd.ring_messages import KeptKeys, Ring, RotatingGradients, RotatingKeys
@@ -121,7 +122,7 @@ def attention(
             )
         result = Ring(q.device_mesh, dim, ranks, causal, scale, softcap, inner or ranks)
         result.announced(q, k, v)
-        out = RingAttention.apply(q.to_local(), *local, None, result)
+        out = RingAttention.apply(q.to_local(), *local, None, None, result)
     else:
         schedule = schedule_for(size, ranks, causal, window, known)
         factor = Exchange(
@@ -195,36 +196,44 @@ def _put(x: Tensor, chunk: Tensor, start: int) -> Tensor:
 
 
 class RingAttention(torch.autograd.Function):
-    """On local tensors, [batch, heads, sequence / ranks, dim], and a mask whose columns are in the order of the ranks
+    """On local tensors, [batch, heads, sequence / ranks, dim], with a mask whose columns are in the order of the ranks
     that hold the keys: for a ring that is not causal that of a rank's own rows, [batch or 1, heads or 1, sequence /
     ranks, sequence], True where attention is allowed or what is added to scores; for a causal ring what is added for
-    each key, [1, heads, 1, sequence]. Every row sees a key. The graphs of all ranks differ in numbers alone, so that
-    what is decided about them (saving, order) is the same everywhere."""
+    each key, [1, heads, 1, sequence]. Every row sees a key. With dropout ``keep``, bool [batch, heads, sequence /
+    ranks, sequence], has its columns in the same order. The graphs of all ranks differ in numbers alone, so that what
+    is decided about them (saving, order) is the same everywhere."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tensor | None, ring: Ring
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        mask: Tensor | None,
+        keep: Tensor | None,
+        ring: Ring,
     ) -> Tensor:
         q, k, v = ring.balanced(q, k, v)
         keys, half, travel = (k, v), q.shape[2] // 2, RotatingKeys(ring, k, v)
-        out, lse = _attention(q, k, v, ring.mask_for(mask, 0, 0), ring)
+        out, lse = _attention(q, k, v, ring.mask_for(mask, 0, 0), ring.mask_for(keep, 0, 0), ring)
         out = out.to(accumulation_dtype(q.dtype))
         for at in ring.steps():
             k, v = travel.on(*at)
             keys += ring.kept(k, v)
             if not ring.causal:
-                out, lse = ops.ring_attention_update(out, lse, *_attention(q, k, v, ring.mask_for(mask, *at), ring))
+                block = _attention(q, k, v, ring.mask_for(mask, *at), ring.mask_for(keep, *at), ring)
+                out, lse = ops.ring_attention_update(out, lse, *block)
                 continue
             rows, columns = zip(*ring.blocks(*at, half))
-            blocks = ops.attention(
+            blocks = _attend(
                 _take_chunks(q, rows, half),
                 _take_chunks(k, columns, half),
                 _take_chunks(v, columns, half),
                 _take_biases(ring.mask_for(mask, *at), columns, half, q.shape[0]),
+                ring_dropout.take_blocks(ring.mask_for(keep, *at), rows, columns, half),
                 False,
-                ring.scale,
-                0,
-                ring.softcap,
+                ring,
             )
             for start, block, block_lse in zip(rows, *(x.chunk(2) for x in blocks)):
                 new, new_lse = ops.ring_attention_update(
@@ -234,19 +243,18 @@ class RingAttention(torch.autograd.Function):
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks)
         out, ctx.ring = out.to(q.dtype), ring
-        ctx.save_for_backward(q, out, lse, sinks, mask, *keys)
+        ctx.save_for_backward(q, out, lse, sinks, mask, keep, *keys)
         return ring.restored(out)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ring, (q, out, lse, sinks, mask, k, v, *kept) = ctx.ring, ctx.saved_tensors
+        ring, (q, out, lse, sinks, mask, keep, k, v, *kept) = ctx.ring, ctx.saved_tensors
         dtypes, wide, half = (k.dtype, v.dtype), accumulation_dtype(q.dtype), q.shape[2] // 2
         (grad,) = ring.balanced(grad)
         travel, home = KeptKeys(ring, k, v, kept), RotatingGradients(ring)
-        own = ring.mask_for(mask, 0, 0)
+        own, kept_own = ring.mask_for(mask, 0, 0), ring.mask_for(keep, 0, 0)
         dq, *gradients = (
-            g.to(wide)
-            for g in ops.attention_backward(grad, q, k, v, out, lse, own, ring.causal, ring.scale, 0, ring.softcap)
+            g.to(wide) for g in _attend_backward(grad, q, k, v, out, lse, own, kept_own, ring.causal, ring)
         )
         for at in ring.steps():
             behind = home.sent(
@@ -260,26 +268,54 @@ class RingAttention(torch.autograd.Function):
                     for x, starts in ((grad, rows), (q, rows), (k, columns), (v, columns), (out, rows), (lse, rows))
                 ]
                 biases = _take_biases(ring.mask_for(mask, *at), columns, half, q.shape[0])
-                blocks = ops.attention_backward(*arguments, biases, False, ring.scale, 0, ring.softcap)
+                dropped = ring_dropout.take_blocks(ring.mask_for(keep, *at), rows, columns, half)
+                blocks = _attend_backward(*arguments, biases, dropped, False, ring)
                 before = behind() or [torch.zeros_like(g) for g in gradients]
                 dq, *gradients = (
                     _add_chunks(x, starts, b, half)
                     for x, starts, b in zip((dq, *before), (rows, columns, columns), blocks)
                 )
             else:
-                allowed = ring.mask_for(mask, *at)
-                blocks = ops.attention_backward(grad, q, k, v, out, lse, allowed, False, ring.scale, 0, ring.softcap)
+                allowed, dropped = ring.mask_for(mask, *at), ring.mask_for(keep, *at)
+                blocks = _attend_backward(grad, q, k, v, out, lse, allowed, dropped, False, ring)
                 dq, *gradients = (
                     b.to(wide) if x is None else x + b for x, b in zip((dq, *(behind() or [None, None])), blocks)
                 )
         dk, dv = home.arrived(gradients)
         dsinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
-        return *ring.restored(dq.to(q.dtype), dk.to(dtypes[0]), dv.to(dtypes[1])), dsinks, None, None
+        return *ring.restored(dq.to(q.dtype), dk.to(dtypes[0]), dv.to(dtypes[1])), dsinks, None, None, None
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, ring: Ring) -> tuple[Tensor, Tensor]:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, keep: Tensor | None, causal: bool, ring: Ring
+) -> tuple[Tensor, Tensor]:
+    if keep is None:
+        return ops.attention(q, k, v, mask, causal, ring.scale, 0, ring.softcap)
+    return ring_dropout.attention(q, k, v, mask, keep, causal, ring.scale, ring.dropout)
+
+
+def _attend_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    keep: Tensor | None,
+    causal: bool,
+    ring: Ring,
+) -> tuple[Tensor, ...]:
+    if keep is None:
+        return ops.attention_backward(grad, q, k, v, out, lse, mask, causal, ring.scale, 0, ring.softcap)
+    return ring_dropout.attention_backward(grad, q, k, v, out, lse, mask, keep, causal, ring.scale, ring.dropout)
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, keep: Tensor | None, ring: Ring
+) -> tuple[Tensor, Tensor]:
     """Attention to one rank's keys, and its log-sum-exp: :data:`NO_KEY` for a row that sees none of them."""
-    out, lse = ops.attention(q, k, v, mask, ring.causal, ring.scale, 0, ring.softcap)
+    out, lse = _attend(q, k, v, mask, keep, ring.causal, ring)
     if mask is None or ring.causal:
         return out, lse
     allowed = mask if mask.dtype == torch.bool else mask > -math.inf

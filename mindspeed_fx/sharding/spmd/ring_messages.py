@@ -33,6 +33,8 @@ class Ring:
     """What the backward has from the forward of other ranks: "full": keys and values; "half": keys, while values go
     round again; None: nothing (MindSpeed's context-parallel-kv-cache-policy).
     """
+    dropout: float = 0.0
+    """Of the weights, where ``keep`` is given."""
 
     @property
     def rounds(self) -> int:

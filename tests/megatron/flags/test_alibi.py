@@ -99,5 +99,7 @@ def test_sixteen_bits_do_not_round_distances(is_wide):
 
 
 def test_other_attention_is_refused():
-    with pytest.raises(ValueError, match="--position-embedding-type alibi: attention that is not causal; valid: causal"):
+    with pytest.raises(
+        ValueError, match="--position-embedding-type alibi: attention that is not causal; valid: causal"
+    ):
         attention(torch.float64, mask="padding")
