@@ -50,6 +50,8 @@ def add_parts(model: Any, args: Namespace) -> None:
         capacity.count_over_sequence(model)
     if getattr(args, "fix_router", False):
         _fix_routers(model)
+    if kind := getattr(args, "router_softmax_in_fp32", ""):
+        _widen_softmaxes(model, rounds=kind == "rounded")
     if getattr(args, "enable_recompute_layers_per_pp_rank", False) and model.config.recompute_granularity == "full":
         here = recomputed.with_stage(args, recomputed.stage_of(model))
         model.config.recompute_num_layers = recomputed.whole_layers(here)
@@ -138,6 +140,21 @@ def _fix_routers(model: Any) -> None:
 
     for router in (m for m in model.modules() if isinstance(m, TopKRouter)):
         router.register_forward_hook(lambda module, inputs, output: in_turn(*output, module.topk))
+
+
+def _widen_softmaxes(model: Any, rounds: bool) -> None:
+    """Logits enter the choice of experts in float32; with ``rounds`` the weights return to the type of the logits."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    def widened(routing: Callable) -> Callable:
+        def call(logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            probs, routing_map = routing(logits.float(), *args, **kwargs)
+            return probs.type_as(logits) if rounds else probs, routing_map
+
+        return call
+
+    for router in (m for m in model.modules() if isinstance(m, TopKRouter)):
+        router.routing = widened(router.routing)
 
 
 def in_turn(probs: Tensor, routing_map: Tensor, topk: int) -> tuple[Tensor, Tensor]:

@@ -96,9 +96,32 @@ def _sequence_loss(args: Namespace) -> str:
 
 
 def _float32_softmax(args: Namespace) -> str:
-    if get(args, "moe_router_dtype") in ("fp32", "fp64") or get(args, "router_gating_in_fp32"):
+    """--topk-softmax-in-fp32: of logits before the largest k are taken; aux_loss returns to the type of the logits."""
+    kind = get(args, "moe_router_load_balancing_type", "aux_loss")
+    if get(args, "moe_router_score_function", "softmax") != "softmax":
+        return "no effect without softmax"
+    if kind == "softmax_topk":
+        return "type softmax_topk does not read it, as in MindSpeed-LLM"
+    if _is_wide(args):
         return "the router computes in float32: the softmax too"
-    raise NotDone("Megatron's softmax returns to the type of the router; give --moe-router-dtype fp32")
+    if kind == "aux_loss" and get(args, "norm_topk_prob"):
+        return "the weights of the chosen are one softmax in float32, rounded once"
+    if not get(args, "moe_router_pre_softmax"):
+        return "no effect without --moe-router-pre-softmax, as in MindSpeed-LLM"
+    return _set(args, router_softmax_in_fp32="rounded" if kind == "aux_loss" else "kept")
+
+
+def _float32_choice(args: Namespace) -> str:
+    """--moe-revert-type-after-topk: read by softmax_topk, whose weights it leaves in float32."""
+    if get(args, "moe_router_load_balancing_type", "aux_loss") != "softmax_topk":
+        return "read by softmax_topk alone, as in MindSpeed-LLM"
+    if _is_wide(args):
+        return "the router computes in float32: the weights too"
+    return _set(args, router_softmax_in_fp32="kept")
+
+
+def _is_wide(args: Namespace) -> bool:
+    return bool(get(args, "moe_router_dtype") in ("fp32", "fp64") or get(args, "router_gating_in_fp32"))
 
 
 def _no_loss(attribute: str) -> Any:
@@ -152,17 +175,19 @@ FLAGS: list[Flag] = [
     switch(
         "--topk-softmax-in-fp32",
         MEGATRON,
-        "the router's softmax stays in float32",
-        "so with `--moe-router-dtype fp32`; else an error",
+        "the router's softmax before the choice stays in float32",
+        "logits enter the choice in float32; type aux_loss rounds the weights, as in MindSpeed-LLM",
         act=_float32_softmax,
+        shown_by="test_softmax_of_routers.py::test_softmax_in_float32",
         llm=True,
     ),
     switch(
         "--moe-revert-type-after-topk",
         MEGATRON,
-        "the largest k are chosen in float32",
-        "so with `--moe-router-dtype fp32`; else an error",
-        act=_float32_softmax,
+        "softmax_topk chooses in float32, and its weights stay so",
+        "logits enter the choice in float32",
+        act=_float32_choice,
+        shown_by="test_softmax_of_routers.py::test_softmax_in_float32",
         llm=True,
     ),
     number(

@@ -123,6 +123,7 @@ MODEL = {
 }
 
 MTP = "--mtp-num-layers 1"
+TOPK_WIDE, REVERT = "--topk-softmax-in-fp32", "--moe-revert-type-after-topk"
 ALIBI = "--position-embedding-type alibi"
 ALIBI_FORMS = ("--alibi-diagonal-opposite", "--square-alibi-mask", "--fill-neg-inf")
 PARTS = {
@@ -258,12 +259,21 @@ EXPERTS = {
     ],
     "--router-gating-in-fp32": [("--router-gating-in-fp32", dict(moe_router_dtype="fp32"))],
     "--topk-softmax-in-fp32": [
-        ("--topk-softmax-in-fp32", dict(error="give --moe-router-dtype fp32")),
-        ("--topk-softmax-in-fp32 --moe-router-dtype fp32", dict(says="float32")),
+        (f"{TOPK_WIDE} --moe-router-pre-softmax", dict(router_softmax_in_fp32="rounded")),
+        (
+            f"{TOPK_WIDE} --moe-router-load-balancing-type none --moe-router-pre-softmax",
+            dict(router_softmax_in_fp32="kept"),
+        ),
+        (f"{TOPK_WIDE} --norm-topk-prob", dict(says="rounded once")),
+        (TOPK_WIDE, dict(says="no effect without --moe-router-pre-softmax")),
+        (f"{TOPK_WIDE} --moe-router-score-function sigmoid", dict(says="no effect without softmax")),
+        (f"{TOPK_WIDE} --moe-router-load-balancing-type softmax_topk", dict(says="does not read it")),
+        (f"{TOPK_WIDE} --moe-router-dtype fp32", dict(says="float32")),
     ],
     "--moe-revert-type-after-topk": [
-        ("--moe-revert-type-after-topk", dict(error="give --moe-router-dtype fp32")),
-        ("--moe-revert-type-after-topk --router-gating-in-fp32", dict(says="float32")),
+        (f"{REVERT} --moe-router-load-balancing-type softmax_topk", dict(router_softmax_in_fp32="kept")),
+        (f"{REVERT} --moe-router-load-balancing-type softmax_topk --router-gating-in-fp32", dict(says="float32")),
+        (REVERT, dict(says="read by softmax_topk alone")),
     ],
     "--moe-device-level-aux-loss-coeff": [
         ("--moe-device-level-aux-loss-coeff 0.1", dict(error="no loss over devices"))
