@@ -19,6 +19,8 @@ from torch.optim.adamw import adamw
 from mindspeed_fx.megatron import patches
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+AVERAGE = "ema_params"
+"""The state that :mod:`mindspeed_fx.megatron.averages` is about, by MindSpeed's name."""
 RESHARDABLE = "optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_fully_reshardable"
 
 
@@ -33,9 +35,11 @@ class Adam(torch.optim.Optimizer):
     Attributes:
         moment_dtype: of the moments between steps; None: the parameters'. Each step is computed in the parameters'
             type, one parameter after the other where the moments are narrower.
+        average_decay: of the average of the parameters; None: there is none.
     """
 
     moment_dtype: torch.dtype | None = None
+    average_decay: float | None = None
 
     def __init__(
         self,
@@ -72,8 +76,14 @@ class Adam(torch.optim.Optimizer):
                 state.update({name: torch.zeros_like(p, memory_format=torch.preserve_format) for name in MOMENTS})
             if self.moment_dtype is not None:  # whoever made them, a loaded checkpoint included
                 state.update({name: state[name].to(self.moment_dtype) for name in MOMENTS})
+        if self.average_decay is not None:
+            for p in parameters:
+                self.state[p].setdefault(AVERAGE, p.detach().clone(memory_format=torch.preserve_format))
         for some in [parameters] if self.moment_dtype is None else [[p] for p in parameters]:
             self._update(group, some)
+        if self.average_decay is not None:
+            decay = min(self.average_decay, (1 + group["step"]) / (10 + group["step"]))
+            torch._foreach_lerp_([self.state[p][AVERAGE] for p in parameters], parameters, 1 - decay)
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         kept = [[self.state[p][name] for p in parameters] for name in MOMENTS]

@@ -11,6 +11,7 @@ import torch
 
 from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
     attached_losses,
+    averages,
     buckets,
     checkpoint,
     collectives,
@@ -41,6 +42,7 @@ from mindspeed_fx.megatron.groups import has_accelerator
 from mindspeed_fx.megatron.patches import EVERYWHERE, IN_GRAPH, WITHOUT_ACCELERATOR, WITHOUT_CUDA, Patch
 
 DEALLOCATE = "pipeline_parallel.schedules:deallocate_output_tensor"
+AVERAGES = "--optimizer-selection fused_ema_adamw has a state that Megatron does not gather"
 HIDES = "its handwritten backward hides it from the passes"
 
 
@@ -151,6 +153,8 @@ def _everywhere() -> list[Patch]:
 def _data_parallel() -> list[Patch]:
     """Buckets of gradients and parameters, and the checkpoint of what an optimizer keeps for them."""
     return [
+        Patch(averages.GET, averages.get_parameter_state_dp_zero, AVERAGES, EVERYWHERE),
+        Patch(averages.LOAD, averages.load_parameter_state_from_dp_zero, AVERAGES, EVERYWHERE),
         Patch(
             optimizer.RESHARDABLE,
             optimizer.sharded_param_state_fully_reshardable,

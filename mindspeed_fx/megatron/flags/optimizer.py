@@ -11,8 +11,8 @@ from mindspeed_fx.megatron.flags.flag import (
     Flag,
     NotDone,
     get,
+    number,
     rename,
-    setting,
     switch,
     word,
 )
@@ -22,9 +22,24 @@ PRECISION = "remove it; Megatron's --use-precision-aware-optimizer takes types f
 
 
 def _selection(args: Namespace) -> str:
-    if args.optimizer_selection == "fused_ema_adamw":
-        raise NotDone("Megatron keeps no average of the weights; use --optimizer-selection fused_adamw")
-    return "Megatron's AdamW: the same step"
+    if args.optimizer_selection != "fused_ema_adamw":
+        return "Megatron's AdamW: the same step"
+    if not 0 <= get(args, "ema_decay", 0.9999) <= 1:
+        raise NotDone(f"--ema-decay is {args.ema_decay}; valid: 0 to 1")
+    if get(args, "optimizer", "adam") != "adam":
+        raise NotDone(f"--optimizer {args.optimizer} is no AdamW; give --optimizer adam")
+    for flag in ("reuse_fp32_param", "swap_optimizer", "use_precision_aware_optimizer", "optimizer_cpu_offload"):
+        if get(args, flag):
+            raise NotDone(f"--{flag.replace('_', '-')} keeps no average of the weights; remove one of the two")
+    if (get(args, "save") or get(args, "load")) and get(args, "ckpt_format", "torch_dist") != "torch":
+        raise NotDone("averages are saved by --ckpt-format torch; give it")
+    return f"AdamW also keeps an average, decay {get(args, 'ema_decay', 0.9999)}; checkpoints have it as ema_model"
+
+
+def _decay(args: Namespace) -> str:
+    if get(args, "optimizer_selection") == "fused_ema_adamw":
+        return "see --optimizer-selection"
+    return "no effect without --optimizer-selection fused_ema_adamw"
 
 
 def _narrow_gradients(args: Namespace) -> str:
@@ -60,13 +75,22 @@ FLAGS = [
     word(
         "--optimizer-selection",
         "fused_adamw",
-        MEGATRON,
+        OPTION,
         "whose AdamW steps; fused_ema_adamw also keeps an average of the weights",
-        "Megatron's AdamW, the same step; an error for fused_ema_adamw",
+        "the same step; fused_ema_adamw keeps the average and saves it with --ckpt-format torch",
         choices=("fused_adamw", "fused_torch_adamw", "fused_ema_adamw"),
         act=_selection,
+        shown_by="test_averages.py::test_averages_follow_the_formula",
     ),
-    setting("--ema-decay", "--use-ema", 0.9999),
+    number(
+        "--ema-decay",
+        0.9999,
+        OPTION,
+        "how much of the average stays in a step; less in the first steps",
+        "of --optimizer-selection fused_ema_adamw",
+        act=_decay,
+        shown_by="test_averages.py::test_averages_follow_the_formula",
+    ),
     switch("--use-ema", REFUSED, "an average of the weights is kept", AVERAGE),
     switch(
         "--muon-nesterov",

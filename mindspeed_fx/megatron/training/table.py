@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_fx.megatron import cuda_calls, model_parts
+from mindspeed_fx.megatron import averages, cuda_calls, model_parts
 from mindspeed_fx.megatron.groups import kind
 from mindspeed_fx.megatron.patches import EVERYWHERE, WITHOUT_CUDA, Patch
 from mindspeed_fx.megatron.training import compile_chunks, fixed_documents, habits, initialize, optimizer_memory, tools
@@ -13,6 +13,8 @@ YAML = "megatron.training.yaml_arguments"
 UTILS = "megatron.training.utils"
 HABIT = "asks for TransformerEngine, Apex and CUDA extensions by default"
 TRAINING = "megatron.training.training"
+CHECKPOINTING = "megatron.training.checkpointing"
+AVERAGED = "--optimizer-selection fused_ema_adamw saves the averaged model too"
 FUSED_KERNELS = "megatron.legacy.fused_kernels"
 
 
@@ -26,6 +28,10 @@ def table() -> dict[str, list[Patch]]:
                 "a wheel has the extension and no makefile",
                 EVERYWHERE,
             )
+        ],
+        CHECKPOINTING: [
+            Patch(averages.SAVE, averages.save_checkpoint, AVERAGED, EVERYWHERE),
+            Patch(averages.GENERATE, averages.generate_state_dict, AVERAGED, EVERYWHERE),
         ],
         ARGUMENTS: [Patch(habits.ARGUMENTS, habits.validate_args, HABIT, EVERYWHERE)],
         YAML: [Patch(habits.YAML, habits.validate_yaml, HABIT, EVERYWHERE)],

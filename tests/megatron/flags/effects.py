@@ -124,6 +124,7 @@ MODEL = {
 
 MTP = "--mtp-num-layers 1"
 TOPK_WIDE, REVERT = "--topk-softmax-in-fp32", "--moe-revert-type-after-topk"
+EMA = "--optimizer-selection fused_ema_adamw"
 ALIBI = "--position-embedding-type alibi"
 ALIBI_FORMS = ("--alibi-diagonal-opposite", "--square-alibi-mask", "--fill-neg-inf")
 PARTS = {
@@ -581,9 +582,17 @@ KERNELS = {
     "--padded-base-length": [("--padded-base-length 64", LOWERED)],
     "--mla-mm-split": [("--mla-mm-split", dict(says="the projections stay two"))],
     "--optimization-level": [("--optimization-level 0", dict(options={"level": 0}))],
+    "--ema-decay": [
+        (f"{EMA} --ema-decay 0.9", dict(says="see --optimizer-selection")),
+        ("--ema-decay 0.9", dict(says="no effect without --optimizer-selection fused_ema_adamw")),
+    ],
     "--optimizer-selection": [
         ("--optimizer-selection fused_torch_adamw", dict(says="the same step")),
-        ("--optimizer-selection fused_ema_adamw", dict(error="no average of the weights")),
+        (EMA, dict(says="decay 0.9999")),
+        (f"{EMA} --reuse-fp32-param --bf16", dict(error="remove one of the two")),
+        (f"{EMA} --ema-decay 1.5", dict(error="valid: 0 to 1")),
+        (f"{EMA} --save some", dict(error="averages are saved by --ckpt-format torch")),
+        (f"{EMA} --save some --ckpt-format torch", dict(says="ema_model")),
     ],
     "--muon-nesterov": [("--muon-nesterov", dict(muon_use_nesterov=True))],
     "--muon-coefficient-type": [

@@ -203,9 +203,6 @@ SETTINGS = {
     "--moe-adaptive-recompute-activation": """
     --moe-adaptive-recompute-activation-scale=2.5
     """,
-    "--use-ema": """
-    --ema-decay=1.4999
-    """,
     "--qat-scheme": """
     --qat-quant-block-size=2
     """,
