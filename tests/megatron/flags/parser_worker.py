@@ -95,7 +95,7 @@ def check_configurations(arguments) -> None:
     assert config.gated_linear_unit and config.activation_func.keywords == {"approximate": "tanh"}
     assert config.output_layer_init_method.keywords["std"] == 0.02 / (2 * 4) ** 0.5 and config.num_layers == 3
     assert not hasattr(args, "activation_func")
-    assert len(layers) == 44 and layers["glm45-air__pretrain_glm45_air_106b_4k_A3_ptd"] == 46, layers
+    assert len(layers) == 45 and layers["glm45-air__pretrain_glm45_air_106b_4k_A3_ptd"] == 46, layers
 
 
 GELU = (

@@ -8,6 +8,7 @@ import shutil
 import signal
 
 import pytest
+import torch
 
 from tests.megatron.launch import runner
 
@@ -147,6 +148,33 @@ def test_a_run_resumes_bitwise_from_a_checkpoint(tmp_path, form):
     rest = train(f"{flags} --load {tmp_path}", 2)
     assert rest.losses == {k: whole.losses[k] for k in (3, 4)}
     assert rest.grad_norms == {k: whole.grad_norms[k] for k in (3, 4)}
+
+
+@pytest.mark.slow
+def test_the_average_of_the_weights_is_saved_and_goes_on(tmp_path):
+    """--optimizer-selection fused_ema_adamw on two ranks: the averaged model beside the model, its states bitwise."""
+    flags = f"""--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ckpt-format torch
+        --optimizer-selection fused_ema_adamw --ema-decay 0.5 --lr-decay-iters 4 --train-iters 4 --global-batch-size 4
+        --save {tmp_path} --save-interval 2"""
+    whole = train(flags, 2)
+
+    def files():
+        folder = tmp_path / "iter_0000004" / "mp_rank_00"
+        return [torch.load(folder / name, weights_only=False) for name in ("model_optim_rng.pt", "distrib_optim.pt")]
+
+    model, states = files()
+    averages = {n: t for n, t in model["ema_model"].items() if isinstance(t, torch.Tensor) and t.is_floating_point()}
+    assert averages and set(model["ema_model"]) == set(model["model"])
+    assert sum(not torch.equal(t, model["model"][n]) for n, t in averages.items()) > len(averages) // 2
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    shutil.rmtree(tmp_path / "iter_0000004")
+    rest = train(f"{flags} --load {tmp_path}", 2)
+    assert rest.losses == {k: whole.losses[k] for k in (3, 4)}
+    again, states_again = files()
+    assert all(torch.equal(t, again["ema_model"][n]) for n, t in averages.items())
+    for buffer, by_dtype in states.items():
+        for dtype, tensors in by_dtype.items() if isinstance(by_dtype, dict) else ():
+            assert torch.equal(tensors["ema_params"], states_again[buffer][dtype]["ema_params"])
 
 
 @pytest.mark.slow
