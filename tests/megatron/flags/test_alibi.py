@@ -11,17 +11,7 @@ import mindspeed_fx
 from mindspeed_fx.megatron import alibi
 
 pytest.importorskip("megatron.core", reason="megatron-core is an optional dependency")
-
-
-@pytest.fixture(autouse=True)
-def on_one_rank():
-    import mindspeed_fx.megatron
-    from tests.megatron.gpt_models import start
-
-    mindspeed_fx.megatron.apply()
-    start()
-    yield
-    mindspeed_fx.megatron.undo()
+pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 
 def test_slopes_of_the_paper():

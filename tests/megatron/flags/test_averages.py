@@ -9,21 +9,11 @@ import torch
 
 from mindspeed_fx.megatron.averages import averaged, keep_averages
 from mindspeed_fx.megatron.optimizer import AVERAGE
-from tests.megatron.gpt_models import start
 from tests.megatron.optimizers import bits, build, train
 
 pytest.importorskip("megatron.core", reason="megatron-core is an optional dependency")
+pytestmark = pytest.mark.usefixtures("on_one_rank")
 DECAY = 0.25
-
-
-@pytest.fixture(autouse=True)
-def on_one_rank():
-    import mindspeed_fx.megatron
-
-    mindspeed_fx.megatron.apply()
-    start()
-    yield
-    mindspeed_fx.megatron.undo()
 
 
 def kept(sharded, bf16=True, decay=DECAY):

@@ -8,19 +8,10 @@ import torch
 from mindspeed_fx.megatron import flags
 from mindspeed_fx.megatron.model_parts import add_parts
 from tests.megatron.flags.words import parse
-from tests.megatron.gpt_models import start, tiny_gpt
+from tests.megatron.gpt_models import tiny_gpt
 
 pytest.importorskip("megatron.core", reason="megatron-core is an optional dependency")
-
-
-@pytest.fixture(autouse=True)
-def on_one_rank():
-    import mindspeed_fx.megatron
-
-    mindspeed_fx.megatron.apply()
-    start()
-    yield
-    mindspeed_fx.megatron.undo()
+pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 
 def router_of(words):

@@ -16,17 +16,7 @@ from tests.megatron.flags.effects import MLA
 from tests.megatron.flags.words import parse
 
 pytest.importorskip("megatron.core", reason="megatron-core is an optional dependency")
-
-
-@pytest.fixture(autouse=True)
-def on_one_rank():
-    import mindspeed_fx.megatron
-    from tests.megatron.gpt_models import start
-
-    mindspeed_fx.megatron.apply()
-    start()
-    yield
-    mindspeed_fx.megatron.undo()
+pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 
 def apply(words: str):
