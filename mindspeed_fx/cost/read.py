@@ -24,6 +24,7 @@ from mindspeed_fx.graph import memoize
 from mindspeed_fx.graph.annotate import written_nodes
 from mindspeed_fx.graph.liveness import live_nodes
 from mindspeed_fx.graph.op_sets import OVERWRITES, may_write
+from mindspeed_fx.graph.provenance import origin_path
 from mindspeed_fx.graph.storage import is_view
 
 
@@ -269,7 +270,7 @@ class _Reader:
             args,
             kwargs,
             target,
-            _module(node),
+            origin_path(node),
         )
         if kind == "collective":
             if name == "wait_tensor":
@@ -292,7 +293,7 @@ class _Reader:
         space, name, kind = _call_name(target)
         kwargs = {k: self._value_of(a) for k, a in arguments.items()}
         self.result.calls.append(
-            Call(self.prefix + node.name, f"{space}.{name}", kind, None, (), kwargs, target, _module(node))
+            Call(self.prefix + node.name, f"{space}.{name}", kind, None, (), kwargs, target, origin_path(node))
         )
         return True
 
@@ -347,12 +348,6 @@ def _call_name(target: Any) -> tuple[str, str, str]:
 def _defaults(target: torch._ops.OpOverload, arg: int) -> tuple:
     """Values of the positional arguments after the first ``arg``."""
     return tuple(a.default_value for a in target._schema.arguments[arg:] if not a.kwarg_only and a.has_default_value())
-
-
-def _module(node: fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    last = list(stack.values())[-1] if stack else ("",)
-    return str(last[0]).replace("L['self'].", "") if isinstance(last, tuple) else ""
 
 
 def _ranks(args: tuple, kwargs: dict, known: dict[str, list[int] | None]) -> list[int] | int | None:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import torch.fx as fx
 
 
 def module_path(node: fx.Node) -> str:
     """Path of the module whose forward made ``node``, as ``named_modules`` spells it."""
-    stack = node.meta.get("nn_module_stack")
+    return _path(node.meta.get("nn_module_stack"))
+
+
+def origin_path(node: fx.Node) -> str:
+    """Path of the module that ``node`` belongs to, also where it is part of that module's gradient."""
+    return module_path(node) or _path(node.meta.get("fwd_nn_module_stack"))
+
+
+def _path(stack: Any) -> str:
     if not stack:
         return ""
     path = list(stack.values())[-1][0]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from mindspeed_fx.graph.provenance import module_path
+from mindspeed_fx.graph.provenance import origin_path
 from mindspeed_fx.report.source import source_line
 
 _SHORT = {
@@ -43,7 +43,7 @@ def readable(gm: fx.GraphModule, name: str = "graph") -> str:
             if isinstance(value, fx.GraphModule):
                 nested.append((node.name, value))
                 continue
-        here = f"[{module_path(node)}] {source_line(node)}"
+        here = f"[{origin_path(node)}] {source_line(node)}"
         if here not in ("[] ", origin):
             lines += ["", f"    # {here}"]
             origin = here
