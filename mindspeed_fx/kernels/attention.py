@@ -125,7 +125,7 @@ def gradients(
 
     def shared(x: Tensor, like: Tensor) -> Tensor:
         # Not unflatten, which Dynamo cannot capture while dropout draws from Megatron's tracker.
-        return x.reshape(x.shape[0], like.shape[1], -1, *x.shape[2:]).sum(2)
+        return x.reshape(x.shape[0], like.shape[1], x.shape[1] // like.shape[1], *x.shape[2:]).sum(2)
 
     dq = ds @ repeat_kv_heads(q, kw) * scale
     dk, dv = shared(ds.transpose(-1, -2) @ qw * scale, k), shared(weights.transpose(-1, -2) @ g, v)

@@ -7,10 +7,11 @@ import torch
 
 import mindspeed_fx
 from mindspeed_fx.megatron import flags
-from tests.megatron.flags.test_values import on_one_rank  # noqa: F401
 from tests.megatron.flags.words import parse
 
 pytest.importorskip("megatron.core", reason="megatron-core is an optional dependency")
+
+pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 CASES = {
     "--recompute-activation-function": ("recompute.policy", "recomputed", ".mlp"),

@@ -6,8 +6,10 @@ from torch.nn import functional
 
 from mindspeed_fx.megatron.model_parts import add_parts
 from mindspeed_fx.megatron.norm import OffsetRMSNorm
-from tests.megatron.flags.test_values import apply, on_one_rank  # noqa: F401  the fixture
+from tests.megatron.flags.test_values import apply
 from tests.megatron.gpt_models import batch, tiny_gpt, train
+
+pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 WORDS = (
     "--spec mindspeed_llm.tasks.models.spec.qwen3_next_spec layer_spec --full-attention-interval 2 --mamba-d-conv 3 "

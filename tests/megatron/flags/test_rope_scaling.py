@@ -9,7 +9,9 @@ import torch
 
 from mindspeed_fx.megatron import rope_scaling
 from tests.megatron.flags.effects import LONGROPE
-from tests.megatron.flags.test_values import apply, build_with_parts, logits_by_formula, on_one_rank  # noqa: F401
+from tests.megatron.flags.test_values import apply, build_with_parts, logits_by_formula
+
+pytestmark = pytest.mark.usefixtures("on_one_rank")
 
 DIM, LENGTH, LONGEST = 8, 64, 1024
 YARN = (
