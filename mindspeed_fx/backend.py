@@ -37,7 +37,14 @@ from mindspeed_fx.report import recorder
 from mindspeed_fx.report.code import readable
 from mindspeed_fx.report.records import Skip
 from mindspeed_fx.sharding import parallelized_graph as sharding
-from mindspeed_fx.training import data_parallel, flop_count, gradient_ready, optimizer_in_backward, param_gather
+from mindspeed_fx.training import (
+    data_parallel,
+    flop_count,
+    gradient_ready,
+    late_gradients,
+    optimizer_in_backward,
+    param_gather,
+)
 
 
 def mindspeed(
@@ -77,6 +84,7 @@ class Compilation:
         self.averaged: list = []
         self.steps: optimizer_in_backward.Steps | gradient_ready.Announcements | None = None
         self.gathers = param_gather.Gathers(())
+        self.late: tuple[late_gradients.Queue, dict[int, torch.Tensor]] | None = None
         self.sharding: Any = None
         """Of a parallelized model: its :class:`mindspeed_fx.sharding.parallelized_graph.ParallelizedGraph`."""
         self.pipeline = Pipeline(options)
@@ -133,6 +141,7 @@ class Compilation:
         elif gradient_ready.has_listeners(inputs):
             self.steps = gradient_ready.Announcements(gm, inputs)
         self.gathers = param_gather.Gathers(inputs)
+        self._take_late(inputs)
         if self.steps is not None:
             inputs = self.steps.inputs
         table = None
@@ -179,6 +188,18 @@ class Compilation:
                 **hooks,
             )
         )
+
+    def _take_late(self, inputs: Sequence[Any]) -> None:
+        """Parameters whose gradients a schedule makes later."""
+        queue = late_gradients.queue_of(inputs)
+        if queue is None:
+            return
+        if self.options.codegen != "eager":
+            raise OptionError(
+                f'option "codegen" is "{self.options.codegen}"; valid where gradients of weights are made late '
+                '(--use-nanopipe): "eager"'
+            )
+        self.late = queue, late_gradients.weights_of(inputs)
 
     def _take_recompute(self, plan: Any) -> None:
         """What a plan says of recomputation becomes the option, unless the user's options decide it."""
@@ -300,6 +321,9 @@ class Compilation:
 
     def run_eagerly(self, gm: fx.GraphModule, inputs: Sequence[Any], side: str) -> Callable:
         self.finish_side(gm, side)
+        if self.late is not None and side == "backward":
+            queue, weights = self.late
+            return late_gradients.run_in_parts(gm, list(weights.values()), list(weights), queue)
         return npu.npugraph_ex(gm, inputs, self.options.npugraph_ex) if self.options.codegen == "npugraph_ex" else gm
 
     def run_inductor(self, gm: fx.GraphModule, inputs: Sequence[Any], compile: Callable, **kwargs: Any) -> Any:

@@ -17,14 +17,14 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
-from mindspeed_fx.megatron import patches
+from mindspeed_fx.megatron import nanopipe, patches
 
 SCHEDULE = "pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving"
 BACKWARD_STEP = "pipeline_parallel.schedules:backward_step"
 MESSAGES = ("pipeline_parallel.p2p_communication:_batched_p2p_ops", "pipeline_parallel.p2p_communication:_p2p_ops")
 ALWAYS, BEYOND = "in advance", "in bubble"
 
-_running: "Run | None" = None
+_running: "Run | nanopipe.Run | None" = None
 
 
 class Pass:
@@ -110,10 +110,14 @@ class Run:
         waiting = self.passes[self.order[self.done]]
         return waiting[0] if waiting else None
 
-    def recompute_next(self) -> None:
+    def begin_wait(self) -> None:
+        """Before a gradient is waited for: the chunk that it is for runs again."""
         one = self.next_pass()
         if one is not None:
             one.recompute()
+
+    def begin_backward(self) -> None:
+        """Autograd asks for what is not there."""
 
     def end_backward(self) -> None:
         self.kept -= self.passes[self.order[self.done]].popleft() is None
@@ -128,7 +132,7 @@ class _Request:
 
     def wait(self) -> Any:
         if _running is not None:
-            _running.recompute_next()
+            _running.begin_wait()
         return self.request.wait()
 
     def __getattr__(self, name: str) -> Any:
@@ -151,6 +155,8 @@ def messages(target: str) -> Callable[..., Any]:
 
 def backward_step(*args: Any, **kwargs: Any) -> Any:
     """``backward_step``, which the run counts."""
+    if _running is not None:
+        _running.begin_backward()
     result = patches.original(BACKWARD_STEP)(*args, **kwargs)
     if _running is not None:
         _running.end_backward()
@@ -158,9 +164,13 @@ def backward_step(*args: Any, **kwargs: Any) -> Any:
 
 
 def schedule(**kwargs: Any) -> Any:
-    """``forward_backward_pipelining_with_interleaving`` with chunks that are recomputed early."""
+    """``forward_backward_pipelining_with_interleaving`` with chunks that are recomputed early, or gradients of weights
+    that are made late.
+    """
     global _running
     chunks = kwargs["model"]
+    if (queue := getattr(chunks[0], "late_gradients", None)) is not None and not kwargs.get("forward_only"):
+        return _schedule_late(kwargs, queue)
     plan = getattr(chunks[0], "ripipe", None)
     if plan is None or kwargs.get("forward_only"):
         return patches.original(SCHEDULE)(**kwargs)
@@ -174,6 +184,17 @@ def schedule(**kwargs: Any) -> Any:
     _running = Run(order, len(chunks), limit, [chunk.is_recomputed for chunk in chunks])
     try:
         return patches.original(SCHEDULE)(**kwargs)
+    finally:
+        _running = None
+
+
+def _schedule_late(kwargs: dict[str, Any], queue: Any) -> Any:
+    global _running
+    from megatron.core import parallel_state
+
+    _running = run = nanopipe.Run(queue, parallel_state.get_pipeline_model_parallel_rank())
+    try:
+        return nanopipe.run_schedule(kwargs, run, patches.original(SCHEDULE))
     finally:
         _running = None
 
@@ -197,7 +218,7 @@ def prepare(chunks: list[Any], plan: str, whole: Callable[[Any], bool], unwrap: 
 
 def _early(forward: Callable[..., Any], number: int, decoder: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        if _running is None or not torch.is_grad_enabled():
+        if not isinstance(_running, Run) or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         return _running.forward(number, lambda: forward(*args, **kwargs), decoder)
 
@@ -206,6 +227,6 @@ def _early(forward: Callable[..., Any], number: int, decoder: Any) -> Callable[.
 
 def table() -> list[patches.Patch]:
     """The patches, which do nothing without the flags."""
-    reason = "--recompute-in-advance and --recompute-in-bubble recompute chunks before their gradient is waited for"
+    reason = "what flags run before a gradient is waited for: chunks again, or gradients of weights"
     replacements = {SCHEDULE: schedule, BACKWARD_STEP: backward_step, **{name: messages(name) for name in MESSAGES}}
     return [patches.Patch(name, ours, reason, patches.EVERYWHERE) for name, ours in replacements.items()]

@@ -40,7 +40,7 @@ def test_gradients_and_dropout_of_a_chunk(is_early):
         after = torch.rand(1)  # recomputation leaves the generator as it was
         decoder.input_tensor = "of the next micro-batch"
         if is_early:
-            run.recompute_next()
+            run.begin_wait()
         assert decoder.input_tensor == "of the next micro-batch"
         out.square().sum().backward()
         run.end_backward()

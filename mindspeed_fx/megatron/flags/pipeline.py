@@ -157,6 +157,21 @@ def _in_advance(args: Namespace) -> str:
     return "chunks that are recomputed whole are so before their gradient is waited for"
 
 
+def _late_weights(args: Namespace) -> str:
+    _check_virtual(args)
+    refused = (
+        "recompute_in_bubble",
+        "recompute_in_advance",
+        "overlap_grad_reduce",
+        "gemm_gradient_accumulation_fusion",
+    )
+    for flag in (*refused, "overlap_param_gather", "reuse_fp32_param", "use_megatron_fsdp", "use_torch_fsdp2"):
+        if get(args, flag):
+            raise NotDone(f"--{flag.replace('_', '-')} beside it; remove one of the two")
+    args.gradient_accumulation_fusion = False
+    return "gradients of a chunk's weights are made while the rank waits; gradient_accumulation_fusion = False"
+
+
 FLAGS = [
     word(
         "--num-layer-list",
@@ -218,8 +233,23 @@ FLAGS = [
         act=_in_advance,
         skip=True,
     ),
-    switch("--use-nanopipe", REFUSED, "weight gradients fill the waiting time", SCHEDULE, skip=True),
-    setting("--use-nanopipe-swap", "--use-nanopipe"),
+    switch(
+        "--use-nanopipe",
+        OPTION,
+        "weight gradients fill the waiting time",
+        'the gradient of a chunk\'s input first, those of weights later; option `codegen="eager"`, '
+        "`--no-gradient-accumulation-fusion`; not beside `--overlap-grad-reduce`",
+        act=_late_weights,
+        options=lambda args: {"codegen": "eager"},
+        skip=True,
+    ),
+    switch(
+        "--use-nanopipe-swap",
+        REFUSED,
+        "what late weight gradients read waits in host memory",
+        "remove it: rank r keeps at most r + 1 chunks for them, and 2 r chunks fewer than rank 0 for its forwards",
+        skip=True,
+    ),
     switch(
         "--use-multiparameter-pipeline-model-parallel",
         REFUSED,

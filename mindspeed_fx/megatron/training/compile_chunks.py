@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mindspeed_fx.compat import dynamo
-from mindspeed_fx.megatron import buckets, flags, logged_losses, patches, ripipe
+from mindspeed_fx.megatron import buckets, flags, logged_losses, nanopipe, patches, ripipe
 from mindspeed_fx.megatron.flags import recomputed
 
 SWITCH = "MINDSPEED_FX_COMPILE"
@@ -20,6 +20,10 @@ def get_model(*args: Any, **kwargs: Any) -> Any:
     from megatron.training import get_args
 
     arguments = get_args()
+    if getattr(arguments, "use_nanopipe", False):
+        if not wants_compile():
+            raise ValueError(f"{SWITCH}=0: --use-nanopipe splits compiled backwards; expected 1")
+        nanopipe.prepare(model)
     if wants_compile():
         for chunk in model:
             here = recomputed.with_stage(arguments, recomputed.stage_of(unwrap(chunk)))
@@ -61,7 +65,7 @@ def compile_chunk(chunk: torch.nn.Module, options: dict[str, Any]) -> None:
     module = unwrap(chunk)
     if isinstance(getattr(module, "config", None), TransformerConfig):
         logged_losses.prepare(module.config)
-    if has_buckets:
+    if has_buckets or hasattr(chunk, "late_gradients"):
         dynamo.compile_alone(module, backend="mindspeed", fullgraph=True, options=options)
     else:
         module.compile(backend="mindspeed", fullgraph=True, options=options)

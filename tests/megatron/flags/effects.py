@@ -530,6 +530,12 @@ MEMORY = {
         ("--recompute-mla-up-proj", dict(recompute_granularity="selective", recompute_modules=["mla_up_proj"])),
         ("--recompute-mla-up-proj --recompute-granularity full", dict(recompute_granularity="full")),
     ],
+    "--use-nanopipe": [
+        (f"--use-nanopipe {VIRTUAL}", dict(says="while the rank waits", gradient_accumulation_fusion=False)),
+        ("--use-nanopipe", dict(error="give --num-layers-per-virtual-pipeline-stage")),
+        (f"--use-nanopipe {VIRTUAL} --recompute-in-bubble", dict(error="--recompute-in-bubble beside it")),
+        (f"--use-nanopipe {VIRTUAL} --overlap-grad-reduce", dict(error="--overlap-grad-reduce beside it")),
+    ],
     "--recompute-in-bubble": [
         (f"--recompute-in-bubble {VIRTUAL}", dict(says="recomputes the others early")),
         ("--recompute-in-bubble", dict(error="give --num-layers-per-virtual-pipeline-stage")),

@@ -7,7 +7,7 @@ REFUSED = {
     "remove": """
     --use-triton-swiglu-limit --enable-mla-absorb --balanced-moe-experts --enable-expert-placement --aiqos
     --num-zero-experts=2 --dist-train --attention-mask-on-cpu --output-layer-slice-num=3
-    --skip-bias-add --use-dsa-absorb
+    --skip-bias-add --use-dsa-absorb --use-nanopipe-swap
     --use-fused-lightning-indexer --use-fused-lightning-indexer-kl-loss --use-fused-sparse-flash-attention
     --use-ema
     """,
@@ -76,7 +76,7 @@ REFUSED = {
     --layerwise-disaggregated-training
     """,
     "--num-layers-per-virtual-pipeline-stage": """
-    --schedules-method=dualpipev --use-nanopipe
+    --schedules-method=dualpipev
     """,
     "--pipeline-model-parallel-size": """
     --use-multiparameter-pipeline-model-parallel
@@ -187,9 +187,6 @@ SETTINGS = {
     """,
     "--schedules-method": """
     --dualpipev-dw-detach
-    """,
-    "--use-nanopipe": """
-    --use-nanopipe-swap
     """,
     "--automated-pipeline": """
     --save-memory-ratio=0.7 --recompute-module-list=some --recompute-type=4
