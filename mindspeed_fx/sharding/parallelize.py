@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import Any, Callable
+from typing import Any, Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -39,6 +39,8 @@ def parallelize(
     check_inputs: bool = True,
     init: Callable[[nn.Module], None] | None = None,
     seed: int = 0,
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """Divide ``model`` over ``mesh`` by ``plan``, in place; ``torch.compile(model, backend="mindspeed")`` does the
     rest.
@@ -60,6 +62,9 @@ def parallelize(
         init: for parameters on the meta device: called with each module that owns some, on real memory; default: the
             module's ``reset_parameters``.
         seed: of the initialization.
+        args, kwargs: example arguments of the model, on any device, meta included, and not run: tp, tp_sp and
+            tp_2d read from the model's graph which layers are columns and rows, whatever they are called. A plan of
+            your own takes none.
 
     Returns:
         ``model``.
@@ -73,6 +78,10 @@ def parallelize(
     arguments.check_whole("parallelize", "seed", seed, least=0)
     if inputs not in INPUTS:
         raise ShardingError(f"inputs is {inputs!r}{nearest(str(inputs), INPUTS)}; valid: {', '.join(INPUTS)}")
+    if isinstance(plan, str):
+        plan = named_plan(plan, model, args=args, kwargs=kwargs)
+    elif args is not None or kwargs is not None:
+        raise ShardingError("parallelize: args and kwargs are for plans by name; this plan says what is divided")
     plan = plan_for("parallelize", plan, model)
     check_mesh(plan, mesh.mesh_dim_names or ())
     if hasattr(model, "_sharding"):

@@ -1,5 +1,5 @@
-"""Plans by name, made for a model: which of its layers are what is told by their names, so the result is a plain plan
-that can be read and changed.
+"""Plans by name, made for a model: which of its layers are what is told by its graph where arguments are at hand
+(:mod:`mindspeed_fx.sharding.roles`), else by their names, so the result is a plain plan that can be read and changed.
 
 Linear layers in a row are called as in Hugging Face, Llama and Megatron code (:data:`COLUMN`, :data:`ROW`). Projections
 that pack several tensors in one (``gate_up``, ``qkv``) stay whole: their parts would not be parts of each tensor.
@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from typing import Callable, Mapping
+import logging
+from typing import Any, Callable, Mapping, Sequence
 
 from torch import nn
 
 from mindspeed_fx.errors import nearest
 from mindspeed_fx.sharding.plan import Boundary, Plan, ShardingError
+from mindspeed_fx.sharding.roles import Roles, read_roles
+
+logger = logging.getLogger(__name__)
 
 COLUMN = (
     "q_proj",
@@ -44,7 +48,14 @@ ATTENTION = "mindspeed.attention|mindspeed.varlen_attention|aten.scaled_dot_prod
 QKV = ("q|query", "k|key", "v|value")
 
 
-def named_plan(name: str, model: nn.Module, strict: bool = False) -> Plan:
+def named_plan(
+    name: str,
+    model: nn.Module,
+    strict: bool = False,
+    *,
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+) -> Plan:
     """The plan ``name`` for ``model``, or several joined by "+", outermost mesh dimension first ("zero3+tp_sp").
 
     Mesh dimensions are "dp" for zero1, zero2 and zero3, "tp" for tp and tp_sp, "tp_x" and "tp_y" for tp_2d, "cp" for
@@ -53,11 +64,17 @@ def named_plan(name: str, model: nn.Module, strict: bool = False) -> Plan:
 
     Args:
         strict: what the ranks cannot share evenly is an error; else it stays whole and is named (``Plan.keep_whole``).
+        args, kwargs: of the model, on any device, meta included, and not run. With them tp, tp_sp and tp_2d read
+            columns and rows from the graph (:mod:`mindspeed_fx.sharding.roles`), and log why others stay whole;
+            without, they go by the layers' names.
 
     Raises:
         ShardingError: no such plan, or the model has no layers it speaks of.
     """
     plan: Plan | None = None
+    by_roles = {"tp": tp, "tp_sp": tp_sp, "tp_2d": tp_2d}
+    reads = set(by_roles) & set(name.split("+")) and not (args is None and kwargs is None)
+    roles = read_roles(model, args or (), kwargs) if reads else None
     for part in reversed(name.split("+")):
         part, colon, number = part.partition(":")
         if colon and (part not in ("ring", "hybrid") or not number.isdigit() or int(number) < 1):
@@ -66,15 +83,24 @@ def named_plan(name: str, model: nn.Module, strict: bool = False) -> Plan:
             )
         if part not in NAMED:
             raise ShardingError(f'no plan is named "{part}"{nearest(part, NAMED)}; valid: {", ".join(NAMED)}')
-        new = NAMED[part](model, plan)
+        new = by_roles[part](model, plan, roles=roles) if part in by_roles else NAMED[part](model, plan)
         if colon:
             new = dataclasses.replace(new, name=f"{part}:{number}", rings={new.mesh[0]: int(number)})
         plan = new if plan is None else new.combine(plan) if part.startswith("ep") else new + plan
+    if roles is not None:
+        for layer in whole_layers(model, plan):
+            if f"{layer}.weight" in roles.whole:
+                logger.warning('plan "%s": layer "%s" stays whole: %s', name, layer, roles.whole[f"{layer}.weight"])
     return dataclasses.replace(plan, keep_whole=not strict)
 
 
 def tp(
-    model: nn.Module, other: Plan | None = None, dim: str = "tp", sequence: bool = False, vocabulary: bool = True
+    model: nn.Module,
+    other: Plan | None = None,
+    dim: str = "tp",
+    sequence: bool = False,
+    vocabulary: bool = True,
+    roles: Roles | None = None,
 ) -> Plan:
     """Tensor parallelism: columns, then rows; two all-reduces per layer and direction.
 
@@ -85,7 +111,7 @@ def tp(
 
     Source: Shoeybi et al. 2019; Korthikanti et al. 2022, "Reducing Activation Recomputation".
     """
-    columns, rows = _linears(model, "tp_sp" if sequence else "tp")
+    columns, rows = _linears(model, "tp_sp" if sequence else "tp", roles)
     between = {dim: "S(1)" if sequence else "R"}
     parameters: dict[str, Mapping[str, str]] = {}
     modules: dict[str, Boundary] = {}
@@ -97,7 +123,7 @@ def tp(
     for name, layer in rows.items():
         parameters[f"{name}.weight"] = {dim: f"S({1 - _out(layer)})"}
         modules[name] = Boundary(output=between)
-    embeddings, heads = _vocabulary(model)
+    embeddings, heads = _vocabulary(model, {**columns, **rows})
     for name in embeddings:
         modules[name] = Boundary(output=between)
         if vocabulary:
@@ -109,18 +135,20 @@ def tp(
     return Plan("tp_sp" if sequence else "tp", (dim,), parameters, modules=modules)
 
 
-def tp_sp(model: nn.Module, other: Plan | None = None) -> Plan:
+def tp_sp(model: nn.Module, other: Plan | None = None, roles: Roles | None = None) -> Plan:
     """Tensor parallelism with the sequence divided between pairs of linear layers."""
-    return tp(model, other, sequence=True)
+    return tp(model, other, sequence=True, roles=roles)
 
 
-def tp_2d(model: nn.Module, other: Plan | None = None, x: str = "tp_x", y: str = "tp_y") -> Plan:
+def tp_2d(
+    model: nn.Module, other: Plan | None = None, x: str = "tp_x", y: str = "tp_y", roles: Roles | None = None
+) -> Plan:
     """Tensor parallelism over two mesh dimensions: weights divided in both directions, activations by sequence and by
     width.
 
     Source: MindSpeed's high-dimension tensor parallelism (tp-2d); Xu et al. 2021, "An Efficient 2D Method".
     """
-    columns, rows = _linears(model, "tp_2d")
+    columns, rows = _linears(model, "tp_2d", roles)
     parameters = {f"{n}.weight": {x: f"S({_out(m)})", y: f"S({1 - _out(m)})"} for n, m in columns.items()} | {
         f"{n}.weight": {x: f"S({1 - _out(m)})", y: f"S({_out(m)})"} for n, m in rows.items()
     }
@@ -128,7 +156,7 @@ def tp_2d(model: nn.Module, other: Plan | None = None, x: str = "tp_x", y: str =
     modules = {n: Boundary(input={x: "R"}, output={y: "S(1)"}) for n in columns} | {
         n: Boundary(input={y: "R"}, output={x: "S(1)"}) for n in rows
     }
-    embeddings, heads = _vocabulary(model)
+    embeddings, heads = _vocabulary(model, {**columns, **rows})
     modules.update({n: Boundary(output={x: "S(1)", y: "S(2)"}) for n in embeddings})
     modules.update({n: Boundary(input={x: "R", y: "R"}) for n in heads})
     parameters.update({f"{n}.weight": {x: "S(0)"} for n in heads})
@@ -308,11 +336,17 @@ def _out(layer: nn.Module) -> int:
     return 0 if isinstance(layer, nn.Linear) else 1
 
 
-def _linears(model: nn.Module, plan: str) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-    """Columns and rows. One without the other is divided all the same: a row layer behind a packed projection takes its
-    part of what is whole."""
+def _linears(
+    model: nn.Module, plan: str, roles: Roles | None = None
+) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+    """Columns and rows: those of the graph, without it by name. One without the other is divided all the same: a row
+    layer behind a packed projection takes its part of what is whole."""
     linears = _linear_layers(model)
     columns, rows = ({n: m for n, m in linears.items() if n.split(".")[-1] in names} for names in (COLUMN, ROW))
+    if roles is not None:
+        columns = {n: m for n, m in linears.items() if f"{n}.weight" in roles.columns}
+        by_name = [n for n in rows if f"{n}.weight" not in roles.columns]
+        rows = {n: m for n, m in linears.items() if f"{n}.weight" in roles.rows or n in by_name}
     if not columns and not rows:
         raise ShardingError(
             f'plan "{plan}": '
@@ -324,7 +358,9 @@ def _linears(model: nn.Module, plan: str) -> tuple[dict[str, nn.Module], dict[st
     return columns, rows
 
 
-def _vocabulary(model: nn.Module) -> tuple[dict[str, nn.Embedding], dict[str, nn.Linear]]:
+def _vocabulary(
+    model: nn.Module, paired: Mapping[str, nn.Module]
+) -> tuple[dict[str, nn.Embedding], dict[str, nn.Linear]]:
     """Token embeddings, and linear layers whose results are as many as an embedding has rows."""
     embeddings = {
         n: m
@@ -336,5 +372,5 @@ def _vocabulary(model: nn.Module) -> tuple[dict[str, nn.Embedding], dict[str, nn
     return embeddings, {
         n: m
         for n, m in model.named_modules()
-        if isinstance(m, nn.Linear) and m.out_features in sizes and n.split(".")[-1] not in known
+        if isinstance(m, nn.Linear) and m.out_features in sizes and n.split(".")[-1] not in known and n not in paired
     }

@@ -1,0 +1,107 @@
+"""Columns and rows read from the graph, whatever the layers are called."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.nn import functional as F
+
+import mindspeed_fx
+from mindspeed_fx.planning.simulate import simulate
+from mindspeed_fx.sharding import presets
+from mindspeed_fx.sharding.plan import Plan, ShardingError
+from mindspeed_fx.sharding.presets import named_plan
+from mindspeed_fx.sharding.roles import read_roles
+
+
+class Block(nn.Module):
+    """A layer of attention and a gated one, none of whose names says anything."""
+
+    def __init__(self, width=16, heads=4):
+        super().__init__()
+        self.heads = heads
+        self.norm_a, self.norm_b = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.xa, self.xb, self.xc, self.xd = (nn.Linear(width, width) for _ in range(4))
+        self.ya, self.yb, self.yc = nn.Linear(width, 32), nn.Linear(width, 32), nn.Linear(32, width)
+        self.double()
+
+    def forward(self, x):
+        h = self.norm_a(x)
+        q, k, v = (m(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for m in (self.xa, self.xb, self.xc))
+        x = x + self.xd(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        h = self.norm_b(x)
+        x = x + self.yc(F.silu(self.ya(h)) * self.yb(h))
+        return x.square().mean()
+
+
+class LowRank(nn.Module):
+    """Columns behind a norm of a narrow projection, as in latent attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.n, self.b, self.c = nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 32), nn.Linear(32, 16)
+        self.double()
+
+    def forward(self, x):
+        return (x + self.c(F.gelu(self.b(self.n(self.a(x)))))).square().mean()
+
+
+def test_unusual_names_are_read_from_the_graph():
+    roles = read_roles(Block(), (torch.empty(2, 8, 16, dtype=torch.float64),))
+    assert roles.columns == [f"{n}.weight" for n in ("xa", "xb", "xc", "ya", "yb")]
+    assert roles.rows == ["xd.weight", "yc.weight"]
+    assert roles.whole == {}
+
+
+def test_a_norm_of_the_results_is_the_reason_to_stay_whole():
+    roles = read_roles(LowRank(), (torch.empty(2, 8, 16, dtype=torch.float64),))
+    assert (roles.columns, roles.rows) == (["b.weight"], ["c.weight"])
+    assert roles.whole == {"a.weight": "aten.layer_norm.default needs its results whole"}
+
+
+def test_a_layer_that_stays_whole_is_logged_with_the_operator(monkeypatch):
+    lines = []
+    monkeypatch.setattr(presets.logger, "warning", lambda text, *args: lines.append(text % args))
+    named_plan("tp", LowRank(), args=(torch.empty(2, 8, 16, dtype=torch.float64),))
+    assert lines == ['plan "tp": layer "a" stays whole: aten.layer_norm.default needs its results whole']
+
+
+@pytest.fixture
+def mesh():
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    dist.destroy_process_group()
+
+
+def test_parallelize_reads_roles_of_example_arguments(mesh):
+    model = mindspeed_fx.parallelize(Block(), mesh, "tp", args=(torch.empty(2, 8, 16, dtype=torch.float64),))
+    placed = {n: p.placements[0] for n, p in model.named_parameters()}
+    assert (placed["ya.weight"], placed["yc.weight"], placed["xd.weight"]) == (Shard(0), Shard(1), Shard(1))
+
+
+def test_example_arguments_are_for_plans_by_name(mesh):
+    plan = Plan("mine", ("tp",), {"a.weight": {"tp": "S(0)"}})
+    with pytest.raises(ShardingError, match="args and kwargs are for plans by name"):
+        mindspeed_fx.parallelize(LowRank(), mesh, plan, args=(torch.empty(2, 8, 16),))
+
+
+def test_plans_by_roles_are_equal_to_one_device():
+    for name, mesh in (("tp", {"tp": 2}), ("tp_sp", {"tp": 2})):
+        torch.manual_seed(0)
+        model, x = Block(), torch.randn(2, 8, 16, dtype=torch.float64)
+        loss = model(x)
+        loss.backward()
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+        plan = named_plan(name, model, args=(x,))
+        assert plan.parameters["ya.weight"] == {"tp": "S(0)"} and plan.parameters["yc.weight"] == {"tp": "S(1)"}
+        result = simulate(model, mesh, plan, x)
+        torch.testing.assert_close(result.outputs[0], loss, rtol=1e-9, atol=1e-12)
+        assert set(result.gradients) == set(gradients)
+        for n, g in gradients.items():
+            torch.testing.assert_close(result.gradients[n], g, rtol=1e-9, atol=1e-12)
