@@ -12,6 +12,7 @@ Roles decide what is divided, never what is computed: a wrong one costs a gather
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, field
 from typing import Any, Callable, Mapping, Sequence
 
@@ -22,6 +23,7 @@ from torch import nn
 from mindspeed_fx.capture import capture
 from mindspeed_fx.compat import tracing
 from mindspeed_fx.graph.op_sets import is_cast, is_pointwise, order_of
+from mindspeed_fx.graph.schema import argument
 from mindspeed_fx.sharding.plan import ShardingError
 
 aten = torch.ops.aten
@@ -173,8 +175,14 @@ def _result_dim(node: fx.Node, divided: Mapping[fx.Node, Divided]) -> int:
     first = node.args[0] if node.args else None
     if node.op == "output":
         raise _NeedsWhole("its results leave the model")
-    if target in PARTS:
-        raise _NeedsWhole(f"{target} takes parts of its results")
+    if target is operator.getitem and first in divided:
+        return divided[first].dim
+    if target in PARTS and first in divided:
+        if argument(node, "dim") % first.meta["val"].ndim == divided[first].dim:
+            raise _NeedsWhole(f"{target} takes parts of its results")
+        return divided[first].dim
+    if target is aten.cat.default:
+        return _dim_of_pieces(node, divided)
     shape = getattr(node.meta.get("val"), "shape", None)
     if shape is None or not isinstance(first, fx.Node):
         raise _NeedsWhole(f"{target} needs its results whole")
@@ -208,6 +216,15 @@ def _heads(node: fx.Node, divided: Mapping[fx.Node, Divided]) -> int:
     if any(divided.get(a, Divided(-1, frozenset())).dim != 1 for a in node.args[:3] if isinstance(a, fx.Node)):
         raise _NeedsWhole(f"{node.target} reads queries, keys and values that are not divided by heads alike")
     return 1
+
+
+def _dim_of_pieces(node: fx.Node, divided: Mapping[fx.Node, Divided]) -> int:
+    """Pieces that are divided alike are put together along another dimension."""
+    dims = {divided[a].dim if a in divided else None for a in node.all_input_nodes}
+    dim = dims.pop()
+    if dims or dim is None or argument(node, "dim") % node.meta["val"].ndim == dim:
+        raise _NeedsWhole(f"{node.target} puts its results beside others")
+    return dim
 
 
 def _dim_of_all(node: fx.Node, divided: Mapping[fx.Node, Divided], ndim: int) -> int:

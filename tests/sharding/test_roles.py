@@ -38,6 +38,19 @@ class Block(nn.Module):
         return x.square().mean()
 
 
+class Rotated(nn.Module):
+    """Heads cut and put together again along their width, as rotary embeddings do."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        h = self.a(x).unflatten(-1, (4, 4))
+        left, right = h.chunk(2, -1)
+        return x + self.b((h + torch.cat((-right, left), -1)).flatten(2))
+
+
 class LowRank(nn.Module):
     """Columns behind a norm of a narrow projection, as in latent attention."""
 
@@ -55,6 +68,11 @@ def test_unusual_names_are_read_from_the_graph():
     assert roles.columns == [f"{n}.weight" for n in ("xa", "xb", "xc", "ya", "yb")]
     assert roles.rows == ["xd.weight", "yc.weight"]
     assert roles.whole == {}
+
+
+def test_cuts_inside_of_a_head_leave_heads_divided():
+    roles = read_roles(Rotated(), (torch.empty(2, 8, 16),))
+    assert (roles.columns, roles.rows, roles.whole) == (["a.weight"], ["b.weight"], {})
 
 
 def test_a_norm_of_the_results_is_the_reason_to_stay_whole():
