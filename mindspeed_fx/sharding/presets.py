@@ -123,6 +123,9 @@ def tp(
     for name, layer in rows.items():
         parameters[f"{name}.weight"] = {dim: f"S({1 - _out(layer)})"}
         modules[name] = Boundary(output=between)
+    if roles is not None:  # weights that no linear layer holds have no module whose edge could be placed
+        for name, at in {**roles.columns, **roles.rows}.items():
+            parameters.setdefault(name, {dim: f"S({at})"})
     embeddings, heads = _vocabulary(model, {**columns, **rows})
     for name in embeddings:
         modules[name] = Boundary(output=between)
@@ -347,13 +350,16 @@ def _linears(
         columns = {n: m for n, m in linears.items() if f"{n}.weight" in roles.columns}
         by_name = [n for n in rows if f"{n}.weight" not in roles.columns]
         rows = {n: m for n, m in linears.items() if f"{n}.weight" in roles.rows or n in by_name}
-    if not columns and not rows:
+        if not columns and not rows and not roles.columns:
+            reasons = "; ".join(f"{n}: {why}" for n, why in list(roles.whole.items())[:4])
+            raise ShardingError(f'plan "{plan}": the graph has no columns and rows ({reasons or "no linear layers"})')
+    elif not columns and not rows:
         raise ShardingError(
             f'plan "{plan}": '
             "no column and row linear layers were recognized by name among "
             f"{', '.join(list(linears)[:12]) or 'no linear layers'}; "
-            f"columns are called {', '.join(COLUMN)}, rows {', '.join(ROW)}; for other names write the plan yourself "
-            "(docs/sharding.md)"
+            f"columns are called {', '.join(COLUMN)}, rows {', '.join(ROW)}; for other names give example arguments "
+            "(args=...), by which they are read from the graph, or write the plan yourself (docs/sharding.md)"
         )
     return columns, rows
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass, field
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any, Callable, Container, Mapping, Sequence
 
 import torch
 import torch.fx as fx
@@ -31,26 +31,45 @@ RESHAPES = {
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int,
     aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default,
 }  # fmt: skip
-KEEPS = {aten.contiguous.default, aten.clone.default, aten.dropout.default, aten.detach.default, aten.expand.default}
-PARTS = {aten.split_with_sizes.default, aten.split.Tensor, aten.chunk.default, aten.slice.Tensor, aten.narrow.default}
+KEEPS = {aten.contiguous.default, aten.clone.default, aten.dropout.default, aten.detach.default, operator.getitem}
+PARTS = {
+    aten.split_with_sizes.default, aten.split.Tensor, aten.chunk.default, aten.slice.Tensor, aten.narrow.default,
+}  # fmt: skip
+REMOVES = {aten.select.int, aten.unbind.int}
+ALONG = {aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten.cumsum.default}
+PRODUCTS = {aten.matmul.default, aten.bmm.default, aten.baddbmm.default}
 
 
 @dataclass
 class Roles:
     """What each linear layer's weight is, by the parameter's name."""
 
-    columns: list[str] = field(default_factory=list)
-    rows: list[str] = field(default_factory=list)
+    columns: dict[str, int] = field(default_factory=dict)
+    """Weight -> the dimension that the results have."""
+    rows: dict[str, int] = field(default_factory=dict)
+    """Weight -> the dimension that is summed over."""
     whole: dict[str, str] = field(default_factory=dict)
     """Why a weight stays whole: the operator that is in the way."""
 
 
 @dataclass(frozen=True)
 class Divided:
-    """The dimension of a value that is divided, and the column layers that it comes from."""
+    """Which dimension of a value is divided, and the column layers that it comes from."""
 
     dim: int
+    pieces: int
+    """Of the dimension, each divided by itself: a batch of heads that was flattened has as many as the batch."""
     columns: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Product:
+    """A linear layer, however it is spelled."""
+
+    x: fx.Node
+    weight: str
+    out: int
+    """The dimension of the weight that the results have."""
 
 
 class _NeedsWhole(Exception):
@@ -72,21 +91,20 @@ def read_roles(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] 
         ShardingError: the model is no single graph.
     """
     graph, names = _captured(model, args, dict(kwargs or {}))
-    placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
-    parameters = {n: name for n, name in zip(placeholders, names, strict=True) if name}
+    reader = _Reader(graph, names)
     whole: dict[str, str] = {}
-    while True:
-        lost, columns, rows = _follow(graph, parameters, whole)
-        if not lost:
-            return Roles(columns, rows, whole)
+    while lost := reader.read(whole):
         whole.update(lost)
+    return Roles(reader.columns, reader.rows, whole)
 
 
 def _captured(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[fx.GraphModule, list[str | None]]:
     """The canonical graph and, for each of its inputs, the name of the parameter that it is."""
     graphs: list[fx.GraphModule] = []
     names: list[list[str | None]] = []
-    parameters = {id(p): n for n, p in model.named_parameters(remove_duplicate=False)}
+    parameters: dict[int, str] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        parameters.setdefault(id(p), name)
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         graphs.append(capture(gm))
@@ -108,136 +126,175 @@ def _captured(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     return graphs[0], names[0]
 
 
-def _follow(
-    graph: fx.GraphModule, parameters: Mapping[fx.Node, str], whole: Mapping[str, str]
-) -> tuple[dict[str, str], list[str], list[str]]:
-    """(columns lost, with reasons; columns; rows) where the weights in ``whole`` are no columns."""
-    divided: dict[fx.Node, Divided] = {}
-    columns: list[str] = []
-    rows: list[str] = []
-    contracted: set[str] = set()
-    lost: dict[str, str] = {}
-    for node in graph.graph.nodes:
-        product = _product(node, parameters)
-        if product is not None:
-            x, weight, out = product
-            source = divided.get(x)
-            if source is None:
-                if weight not in whole and weight not in rows:
-                    columns.append(weight)
-                    divided[node] = Divided(out, frozenset({weight}))
-            elif source.dim == x.meta["val"].ndim - 1:
-                rows.append(weight)
-                contracted |= source.columns
-            else:
-                lost.update(dict.fromkeys(source.columns, f"{node.target} reads another dimension whole"))
-            continue
-        sources = [divided[a] for a in node.all_input_nodes if a in divided]
-        if not sources:
-            continue
-        joined = frozenset().union(*(s.columns for s in sources))
-        try:
-            dim = _result_dim(node, divided)
-        except _NeedsWhole as e:
-            lost.update(dict.fromkeys(joined, str(e)))
-            continue
-        divided[node] = Divided(dim, joined)
-    for weight in columns:
-        if weight not in contracted and weight not in lost:
-            lost[weight] = "no linear layer contracts its results"
-    return lost, list(dict.fromkeys(columns)), list(dict.fromkeys(rows))
+class _Reader:
+    """The graph, read once for every set of weights that are no columns."""
+
+    def __init__(self, graph: fx.GraphModule, names: Sequence[str | None]):
+        self.nodes = list(graph.graph.nodes)
+        placeholders = [n for n in self.nodes if n.op == "placeholder"]
+        parameters = {n: name for n, name in zip(placeholders, names, strict=True) if name}
+        self.products = {n: p for n in self.nodes if (p := _product(n, parameters)) is not None}
+        self.learned = set(parameters) | {n for n in placeholders if _is_floating(n)}
+        for n in self.nodes:
+            if any(a in self.learned for a in n.all_input_nodes):
+                self.learned.add(n)
+        self.output_layers = self._find_output_layers()
+        self.divided: dict[fx.Node, Divided] = {}
+        self.columns: dict[str, int] = {}
+        self.rows: dict[str, int] = {}
+
+    def _find_output_layers(self) -> set[fx.Node]:
+        """Linear layers behind which no other one stands, with as many results as an embedding has rows: these are
+        divided by vocabulary, whatever comes before."""
+        sizes = {n.args[0].meta["val"].shape[0] for n in self.nodes if n.target is aten.embedding.default}
+        before: set[fx.Node] = set()
+        results = set()
+        for n in reversed(self.nodes):
+            if n in self.products:
+                if n not in before and n.meta["val"].shape[-1] in sizes:
+                    results.add(n)
+                before.add(n)
+            if n in before:
+                before.update(n.all_input_nodes)
+        return results
+
+    def read(self, whole: Mapping[str, str]) -> dict[str, str]:
+        """Columns that are lost, with reasons, where the weights in ``whole`` are none; none lost: what was read is
+        right."""
+        self.divided, self.columns, self.rows = {}, {}, {}
+        lost: dict[str, str] = {}
+        contracted: set[str] = set()
+        for node in self.nodes:
+            if node in self.products:
+                self._read_product(node, whole, lost, contracted)
+                continue
+            sources = [self.divided[a] for a in node.all_input_nodes if a in self.divided]
+            if not sources:
+                continue
+            joined = frozenset().union(*(s.columns for s in sources))
+            try:
+                dim, pieces = _result_dim(node, self.divided, self.learned)
+                self.divided[node] = Divided(dim, pieces, joined)
+            except _NeedsWhole as e:
+                lost.update(dict.fromkeys(joined, str(e)))
+        for weight in self.columns:
+            if weight not in contracted:
+                lost.setdefault(weight, "no linear layer sums over its results")
+        return lost
+
+    def _read_product(
+        self, node: fx.Node, whole: Mapping[str, str], lost: dict[str, str], contracted: set[str]
+    ) -> None:
+        product = self.products[node]
+        source = self.divided.get(product.x)
+        if source is None:
+            if product.weight not in whole and product.weight not in self.rows and node not in self.output_layers:
+                self.columns[product.weight] = product.out
+                self.divided[node] = Divided(node.meta["val"].ndim - 1, 1, frozenset({product.weight}))
+        elif node in self.output_layers:
+            lost.update(dict.fromkeys(source.columns, "its results go to the output layer, which is divided by class"))
+        elif (source.dim, source.pieces) == (product.x.meta["val"].ndim - 1, 1):
+            self.rows[product.weight] = 1 - product.out
+            contracted |= source.columns
+        else:
+            lost.update(dict.fromkeys(source.columns, f"{node.target} reads another dimension whole"))
 
 
-def _product(node: fx.Node, parameters: Mapping[fx.Node, str]) -> tuple[fx.Node, str, int] | None:
-    """(what is multiplied, name of the weight, dimension of the results) of a linear layer."""
+def _is_floating(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _product(node: fx.Node, parameters: Mapping[fx.Node, str]) -> Product | None:
     if node.target is aten.linear.default:
-        x, weight = node.args[:2]
+        (x, weight), out = node.args[:2], 0
     elif node.target is aten.addmm.default:
-        x, weight = node.args[1:3]
+        (x, weight), out = node.args[1:3], 1
     elif node.target in (aten.mm.default, aten.matmul.default):
-        x, weight = node.args[:2]
+        (x, weight), out = node.args[:2], 1
     else:
         return None
-    while isinstance(weight, fx.Node) and weight not in parameters and (order_of(weight) or is_cast(weight.target)):
+    while isinstance(weight, fx.Node) and weight not in parameters:
+        order = order_of(weight)
+        if order is None and not is_cast(weight.target):
+            return None
+        out = out if order is None else order[out]
         weight = weight.args[0]
     if not isinstance(x, fx.Node) or weight not in parameters or weight.meta["val"].ndim != 2:
         return None
-    return x, parameters[weight], node.meta["val"].ndim - 1
+    return Product(x, parameters[weight], out)
 
 
-def _result_dim(node: fx.Node, divided: Mapping[fx.Node, Divided]) -> int:
-    """The dimension of the result that is divided.
+def _result_dim(node: fx.Node, divided: Mapping[fx.Node, Divided], learned: Container[fx.Node]) -> tuple[int, int]:
+    """The dimension of the result that is divided, and its pieces.
 
     Raises:
         _NeedsWhole: there is none; names the operator.
     """
     target = node.target
     first = node.args[0] if node.args else None
+    value = node.meta.get("val")
     if node.op == "output":
         raise _NeedsWhole("its results leave the model")
-    if target is operator.getitem and first in divided:
-        return divided[first].dim
-    if target in PARTS and first in divided:
-        if argument(node, "dim") % first.meta["val"].ndim == divided[first].dim:
-            raise _NeedsWhole(f"{target} takes parts of its results")
-        return divided[first].dim
-    if target is aten.cat.default:
-        return _dim_of_pieces(node, divided)
-    shape = getattr(node.meta.get("val"), "shape", None)
-    if shape is None or not isinstance(first, fx.Node):
+    if target is aten.cat.default or target in PRODUCTS or target is aten.scaled_dot_product_attention.default:
+        return _dim_of_operands(node, divided, learned)
+    if is_pointwise(target) and isinstance(value, torch.Tensor):
+        return _dim_of_operands(node, divided, learned)
+    if not isinstance(first, fx.Node) or first not in divided:
         raise _NeedsWhole(f"{target} needs its results whole")
-    if target is aten.scaled_dot_product_attention.default:
-        return _heads(node, divided)
-    if target in RESHAPES and first in divided:
-        return _dim_of_view(first.meta["val"].shape, divided[first].dim, shape, target)
-    if (order := order_of(node)) is not None and first in divided:
-        return order.index(divided[first].dim)
-    if target in KEEPS and first in divided:
-        return divided[first].dim + len(shape) - first.meta["val"].ndim
-    if target in (aten.softmax.int, aten._softmax.default) and first in divided:
-        if node.args[1] % len(shape) != divided[first].dim:
-            return divided[first].dim
-    if is_pointwise(target) or is_cast(target):
-        return _dim_of_all(node, divided, len(shape))
+    dim, pieces = divided[first].dim, divided[first].pieces
+    before = first.meta["val"].ndim if isinstance(first.meta["val"], torch.Tensor) else None
+    if target in PARTS or target in ALONG:
+        if argument(node, "dim") % before == dim:
+            raise _NeedsWhole(f"{target} along its results")
+        return dim, pieces
+    if target in RESHAPES:
+        return _dim_of_view(first.meta["val"].shape, dim, pieces, value.shape, target)
+    if (order := order_of(node)) is not None:
+        return order.index(dim), pieces
+    if target is aten.expand.default:
+        return dim + value.ndim - before, pieces
+    if target in REMOVES and argument(node, "dim") % before != dim:
+        return dim - (argument(node, "dim") % before < dim), pieces
+    if target in KEEPS or is_cast(target):
+        return dim, pieces
     raise _NeedsWhole(f"{target} needs its results whole")
 
 
-def _dim_of_view(before: Sequence[int], dim: int, after: Sequence[int], target: Any) -> int:
-    """Of the view the dimension that begins where ``dim`` begins."""
-    outer = math.prod(before[:dim])
+def _dim_of_view(before: Sequence[int], dim: int, pieces: int, after: Sequence[int], target: Any) -> tuple[int, int]:
+    """Of the view the dimension that as many elements stand before as before the divided one, or a divisor of them:
+    then it is divided in pieces."""
+    outer = math.prod(before[:dim]) * pieces
     for j, size in enumerate(after):
-        if size > 1 and math.prod(after[:j]) == outer:
-            return j
+        pieces, rest = divmod(outer, math.prod(after[:j]))
+        if rest == 0 and size % pieces == 0 and size > pieces:
+            return j, pieces
     raise _NeedsWhole(f"{target} joins its results with another dimension")
 
 
-def _heads(node: fx.Node, divided: Mapping[fx.Node, Divided]) -> int:
-    """Attention works head by head: queries, keys and values are divided by heads, or none of them."""
-    if any(divided.get(a, Divided(-1, frozenset())).dim != 1 for a in node.args[:3] if isinstance(a, fx.Node)):
-        raise _NeedsWhole(f"{node.target} reads queries, keys and values that are not divided by heads alike")
-    return 1
+def _dim_of_operands(node: fx.Node, divided: Mapping[fx.Node, Divided], learned: Container[fx.Node]) -> tuple[int, int]:
+    """The one dimension that operands have divided, counted from the last. Others have it not, or have the same value
+    all along it, or one that no parameter goes into (a mask, positions), of which each rank takes its part.
 
-
-def _dim_of_pieces(node: fx.Node, divided: Mapping[fx.Node, Divided]) -> int:
-    """Pieces that are divided alike are put together along another dimension."""
-    dims = {divided[a].dim if a in divided else None for a in node.all_input_nodes}
-    dim = dims.pop()
-    if dims or dim is None or argument(node, "dim") % node.meta["val"].ndim == dim:
-        raise _NeedsWhole(f"{node.target} puts its results beside others")
-    return dim
-
-
-def _dim_of_all(node: fx.Node, divided: Mapping[fx.Node, Divided], ndim: int) -> int:
-    """The one dimension that all operands of a pointwise operator have divided, or do not have, or have alone."""
-    dims = {divided[a].dim + ndim - a.meta["val"].ndim for a in node.all_input_nodes if a in divided}
-    if len(dims) > 1:
+    Raises:
+        _NeedsWhole: one is divided along another dimension, or is whole, as the residual stream is.
+    """
+    ndim = node.meta["val"].ndim
+    places = {
+        (divided[a].dim + ndim - a.meta["val"].ndim, divided[a].pieces) for a in node.all_input_nodes if a in divided
+    }
+    if len(places) > 1:
         raise _NeedsWhole(f"{node.target} joins values that are divided along different dimensions")
-    dim = dims.pop()
+    dim, pieces = places.pop()
+    if (node.target in PRODUCTS or node.target is aten.scaled_dot_product_attention.default) and dim >= ndim - 2:
+        raise _NeedsWhole(f"{node.target} sums over its results, or rows of them")
+    if node.target is aten.cat.default and argument(node, "dim") % ndim == dim:
+        raise _NeedsWhole(f"{node.target} puts its results beside others")
     for a in node.all_input_nodes:
         value = a.meta.get("val")
-        if a in divided or not isinstance(value, torch.Tensor):
+        if a in divided or a not in learned or not isinstance(value, torch.Tensor):
             continue
         at = dim - ndim + value.ndim
-        if at >= 0 and value.shape[at] > 1 and value.numel() > value.shape[at]:
+        if at >= 0 and value.shape[at] > 1 and value.stride(at) and value.numel() > value.shape[at]:
             raise _NeedsWhole(f"{node.target} joins its results with a value that is whole (the residual stream)")
-    return dim
+    return dim, pieces

@@ -51,6 +51,23 @@ class Rotated(nn.Module):
         return x + self.b((h + torch.cat((-right, left), -1)).flatten(2))
 
 
+class Bare(nn.Module):
+    """Weights that no linear layer holds, multiplied from either side, and attention as products."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(32, 16)), nn.Parameter(torch.randn(32, 16))
+        self.qkv = nn.ParameterList(torch.randn(16, 16) for _ in range(3))
+        self.out = nn.Parameter(torch.randn(16, 16))
+        self.double()
+
+    def forward(self, x):
+        q, k, v = ((x @ w).unflatten(-1, (4, 4)).transpose(1, 2) for w in self.qkv)
+        weights = (q @ k.transpose(-2, -1) * 0.5).softmax(-1)
+        x = x + F.linear((weights @ v).transpose(1, 2).reshape(x.shape), self.out)
+        return (x + F.gelu(F.linear(x, self.up)) @ self.down).square().mean()
+
+
 class LowRank(nn.Module):
     """Columns behind a norm of a narrow projection, as in latent attention."""
 
@@ -63,21 +80,25 @@ class LowRank(nn.Module):
         return (x + self.c(F.gelu(self.b(self.n(self.a(x)))))).square().mean()
 
 
+COLUMNS = {Block: ("xa.weight", "ya.weight", "xd.weight"), Bare: ("qkv.0", "up", "down")}
+"""Some of the weights that are divided, columns and rows."""
+
+
 def test_unusual_names_are_read_from_the_graph():
     roles = read_roles(Block(), (torch.empty(2, 8, 16, dtype=torch.float64),))
-    assert roles.columns == [f"{n}.weight" for n in ("xa", "xb", "xc", "ya", "yb")]
-    assert roles.rows == ["xd.weight", "yc.weight"]
+    assert list(roles.columns) == [f"{n}.weight" for n in ("xa", "xb", "xc", "ya", "yb")]
+    assert list(roles.rows) == ["xd.weight", "yc.weight"]
     assert roles.whole == {}
 
 
 def test_cuts_inside_of_a_head_leave_heads_divided():
     roles = read_roles(Rotated(), (torch.empty(2, 8, 16),))
-    assert (roles.columns, roles.rows, roles.whole) == (["a.weight"], ["b.weight"], {})
+    assert (roles.columns, roles.rows, roles.whole) == ({"a.weight": 0}, {"b.weight": 1}, {})
 
 
 def test_a_norm_of_the_results_is_the_reason_to_stay_whole():
     roles = read_roles(LowRank(), (torch.empty(2, 8, 16, dtype=torch.float64),))
-    assert (roles.columns, roles.rows) == (["b.weight"], ["c.weight"])
+    assert (roles.columns, roles.rows) == ({"b.weight": 0}, {"c.weight": 1})
     assert roles.whole == {"a.weight": "aten.layer_norm.default needs its results whole"}
 
 
@@ -97,6 +118,12 @@ def mesh():
     dist.destroy_process_group()
 
 
+def test_a_model_without_pairs_says_what_is_in_the_way():
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
+    with pytest.raises(ShardingError, match="no columns and rows .0.weight: aten.layer_norm.default needs its results"):
+        named_plan("tp", model, args=(torch.empty(2, 8, 16),))
+
+
 def test_parallelize_reads_roles_of_example_arguments(mesh):
     model = mindspeed_fx.parallelize(Block(), mesh, "tp", args=(torch.empty(2, 8, 16, dtype=torch.float64),))
     placed = {n: p.placements[0] for n, p in model.named_parameters()}
@@ -109,17 +136,25 @@ def test_example_arguments_are_for_plans_by_name(mesh):
         mindspeed_fx.parallelize(LowRank(), mesh, plan, args=(torch.empty(2, 8, 16),))
 
 
-def test_plans_by_roles_are_equal_to_one_device():
-    for name, mesh in (("tp", {"tp": 2}), ("tp_sp", {"tp": 2})):
-        torch.manual_seed(0)
-        model, x = Block(), torch.randn(2, 8, 16, dtype=torch.float64)
-        loss = model(x)
-        loss.backward()
-        gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
-        plan = named_plan(name, model, args=(x,))
-        assert plan.parameters["ya.weight"] == {"tp": "S(0)"} and plan.parameters["yc.weight"] == {"tp": "S(1)"}
-        result = simulate(model, mesh, plan, x)
-        torch.testing.assert_close(result.outputs[0], loss, rtol=1e-9, atol=1e-12)
-        assert set(result.gradients) == set(gradients)
-        for n, g in gradients.items():
-            torch.testing.assert_close(result.gradients[n], g, rtol=1e-9, atol=1e-12)
+@pytest.mark.parametrize("name", ("tp", "tp_sp"))
+@pytest.mark.parametrize("kind", (Block, Bare))
+def test_plans_by_roles_are_equal_to_one_device(kind, name):
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(2, 8, 16, dtype=torch.float64)
+    loss = model(x)
+    loss.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+    plan = named_plan(name, model, args=(x,))
+    assert {tuple(plan.parameters[n].values()) for n in COLUMNS[kind]} <= {("S(0)",), ("S(1)",)}
+    result = simulate(model, {"tp": 2}, plan, x)
+    torch.testing.assert_close(result.outputs[0], loss, rtol=1e-9, atol=1e-12)
+    assert set(result.gradients) == set(gradients)
+    for n, g in gradients.items():
+        torch.testing.assert_close(result.gradients[n], g, rtol=1e-9, atol=1e-12)
+
+
+def test_bare_parameters_have_roles():
+    roles = read_roles(Bare(), (torch.empty(2, 8, 16, dtype=torch.float64),))
+    assert roles.columns == {"qkv.0": 1, "qkv.1": 1, "qkv.2": 1, "up": 0}
+    assert roles.rows == {"out": 1, "down": 0}
+    assert roles.whole == {}

@@ -163,6 +163,7 @@ def cell(name: str, column: str) -> tuple[str, str]:
     "broken", what happened)."""
     import mindspeed_fx
     from mindspeed_fx.errors import OptionError
+    from mindspeed_fx.sharding.presets import named_plan
 
     model, inputs = build(name)
     plan, mesh = PLANS[column]
@@ -175,6 +176,8 @@ def cell(name: str, column: str) -> tuple[str, str]:
             if plan.unsupported:
                 return "refused", f"unsupported: {'; '.join(plan.unsupported)}"
             mesh = plan.sizes
+        if column in TENSOR:
+            plan = named_plan(plan, model, kwargs=inputs)
         result = mindspeed_fx.simulate(model, mesh, plan, **inputs)
     except OptionError as error:
         return ("refused", str(error)) if "\n" not in str(error) else ("broken", str(error).splitlines()[0])
@@ -184,19 +187,20 @@ def cell(name: str, column: str) -> tuple[str, str]:
             "refused" if isinstance(cause, OptionError) else "broken"
         ), f"{type(cause).__name__}: {str(cause).strip().splitlines()[0] if str(cause).strip() else ''}"
     word, text = compared(model, loss, result)
-    whole = [*result.whole, *(layers_kept(model, column) if column in TENSOR else ())]
+    whole = [*result.whole, *(layers_kept(model, plan, inputs) if column in TENSOR else ())]
     return ("whole", f"{len(whole)}: {whole[0]}") if word == "equal" and whole else (word, text)
 
 
 TENSOR = ("tp", "tp_sp", "tp_2d", "zero2+tp_sp")
 
 
-def layers_kept(model: torch.nn.Module, column: str) -> list[str]:
-    """Linear layers that a tensor parallel plan does not divide."""
-    from mindspeed_fx.sharding.presets import named_plan, whole_layers
+def layers_kept(model: torch.nn.Module, plan: Any, inputs: dict[str, torch.Tensor]) -> list[str]:
+    """Linear layers that a tensor parallel plan does not divide, and the operators because of which."""
+    from mindspeed_fx.sharding.presets import whole_layers
+    from mindspeed_fx.sharding.roles import read_roles
 
-    name = column.split("+")[-1]
-    return [f'layer "{n}" is packed or of an unknown name' for n in whole_layers(model, named_plan(name, model))]
+    reasons = read_roles(model, (), inputs).whole
+    return [f'layer "{n}": {reasons.get(f"{n}.weight", "no role was read")}' for n in whole_layers(model, plan)]
 
 
 def compared(model: torch.nn.Module, loss: torch.Tensor, result: Any) -> tuple[str, str]:
