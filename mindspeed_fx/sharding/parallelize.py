@@ -62,7 +62,7 @@ def parallelize(
         init: for parameters on the meta device: called with each module that owns some, on real memory; default: the
             module's ``reset_parameters``.
         seed: of the initialization.
-        args, kwargs: example arguments of the model, on any device, meta included, and not run: tp, tp_sp and
+        args, kwargs: example arguments of the model, on its device, meta included, and not run: tp, tp_sp and
             tp_2d read from the model's graph which layers are columns and rows, whatever they are called. A plan of
             your own takes none.
 

@@ -64,7 +64,7 @@ def named_plan(
 
     Args:
         strict: what the ranks cannot share evenly is an error; else it stays whole and is named (``Plan.keep_whole``).
-        args, kwargs: of the model, on any device, meta included, and not run. With them tp, tp_sp and tp_2d read
+        args, kwargs: of the model, on its device, meta included, and not run. With them tp, tp_sp and tp_2d read
             columns and rows from the graph (:mod:`mindspeed_fx.sharding.roles`), and log why others stay whole;
             without, they go by the layers' names.
 

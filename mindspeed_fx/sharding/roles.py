@@ -85,7 +85,7 @@ def read_roles(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] 
 
     Args:
         model: on any device, meta included.
-        args, kwargs: of the model; may be on the meta device.
+        args, kwargs: of the model, on its device.
 
     Raises:
         ShardingError: the model is no single graph.
@@ -240,6 +240,9 @@ def _result_dim(node: fx.Node, divided: Mapping[fx.Node, Divided], learned: Cont
         return _dim_of_operands(node, divided, learned)
     if is_pointwise(target) and isinstance(value, torch.Tensor):
         return _dim_of_operands(node, divided, learned)
+    if _is_pointwise_function(node):
+        source = next(divided[a] for a in node.all_input_nodes if a in divided)
+        return source.dim, source.pieces
     if not isinstance(first, fx.Node) or first not in divided:
         raise _NeedsWhole(f"{target} needs its results whole")
     dim, pieces = divided[first].dim, divided[first].pieces
@@ -259,6 +262,15 @@ def _result_dim(node: fx.Node, divided: Mapping[fx.Node, Divided], learned: Cont
     if target in KEEPS or is_cast(target):
         return dim, pieces
     raise _NeedsWhole(f"{target} needs its results whole")
+
+
+def _is_pointwise_function(node: fx.Node) -> bool:
+    """A custom function of one tensor (an activation with a gradient of its own) whose forward is pointwise."""
+    if not tracing.is_autograd_function(node.target) or len(node.args) != 3:
+        return False
+    body = getattr(node.graph.owning_module, node.args[0].target)
+    calls = [n.target for n in body.graph.nodes if n.op == "call_function"]
+    return all(is_pointwise(t) for t in calls if isinstance(t, torch._ops.OpOverload))
 
 
 def _dim_of_view(before: Sequence[int], dim: int, pieces: int, after: Sequence[int], target: Any) -> tuple[int, int]:

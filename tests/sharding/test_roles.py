@@ -96,6 +96,28 @@ def test_cuts_inside_of_a_head_leave_heads_divided():
     assert (roles.columns, roles.rows, roles.whole) == ({"a.weight": 0}, {"b.weight": 1}, {})
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def test_a_pointwise_function_with_its_own_gradient_is_followed():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 32), nn.Linear(32, 16)
+
+        def forward(self, x):
+            return self.b(Doubled.apply(self.a(x)))
+
+    assert read_roles(Model(), (torch.empty(2, 16),)).rows == {"b.weight": 1}
+
+
 def test_a_norm_of_the_results_is_the_reason_to_stay_whole():
     roles = read_roles(LowRank(), (torch.empty(2, 8, 16, dtype=torch.float64),))
     assert (roles.columns, roles.rows) == ({"b.weight": 0}, {"c.weight": 1})
