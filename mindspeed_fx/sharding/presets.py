@@ -126,7 +126,7 @@ def tp(
     if roles is not None:  # weights that no linear layer holds have no module whose edge could be placed
         for name, at in {**roles.columns, **roles.rows}.items():
             parameters.setdefault(name, {dim: f"S({at})"})
-    embeddings, heads = _vocabulary(model, {**columns, **rows})
+    embeddings, heads = _vocabulary(model, {**columns, **rows}, roles)
     for name in embeddings:
         modules[name] = Boundary(output=between)
         if vocabulary:
@@ -159,7 +159,7 @@ def tp_2d(
     modules = {n: Boundary(input={x: "R"}, output={y: "S(1)"}) for n in columns} | {
         n: Boundary(input={y: "R"}, output={x: "S(1)"}) for n in rows
     }
-    embeddings, heads = _vocabulary(model, {**columns, **rows})
+    embeddings, heads = _vocabulary(model, {**columns, **rows}, roles)
     modules.update({n: Boundary(output={x: "S(1)", y: "S(2)"}) for n in embeddings})
     modules.update({n: Boundary(input={x: "R", y: "R"}) for n in heads})
     parameters.update({f"{n}.weight": {x: "S(0)"} for n in heads})
@@ -365,7 +365,7 @@ def _linears(
 
 
 def _vocabulary(
-    model: nn.Module, paired: Mapping[str, nn.Module]
+    model: nn.Module, paired: Mapping[str, nn.Module], roles: Roles | None = None
 ) -> tuple[dict[str, nn.Embedding], dict[str, nn.Linear]]:
     """Token embeddings, and linear layers whose results are as many as an embedding has rows."""
     embeddings = {
@@ -375,8 +375,13 @@ def _vocabulary(
     }
     sizes = {m.num_embeddings for m in embeddings.values()}
     known = (*COLUMN, *ROW)
-    return embeddings, {
+    heads = {
         n: m
         for n, m in model.named_modules()
         if isinstance(m, nn.Linear) and m.out_features in sizes and n.split(".")[-1] not in known and n not in paired
     }
+    if roles is not None:
+        whole = dict(model.named_parameters(remove_duplicate=False))
+        weights = {id(whole[name]) for name in roles.output_layers}  # by identity: tied ones have the embedding's name
+        heads = {n: m for n, m in heads.items() if id(m.weight) in weights}
+    return embeddings, heads

@@ -48,6 +48,8 @@ class Roles:
     """Weight -> the dimension that the results have."""
     rows: dict[str, int] = field(default_factory=dict)
     """Weight -> the dimension that is summed over."""
+    output_layers: list[str] = field(default_factory=list)
+    """Weights that give a number for each row of an embedding, with no other linear layer behind them."""
     whole: dict[str, str] = field(default_factory=dict)
     """Why a weight stays whole: the operator that is in the way."""
 
@@ -95,7 +97,8 @@ def read_roles(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] 
     whole: dict[str, str] = {}
     while lost := reader.read(whole):
         whole.update(lost)
-    return Roles(reader.columns, reader.rows, whole)
+    output_layers = [reader.products[n].weight for n in reader.nodes if n in reader.output_layers]
+    return Roles(reader.columns, reader.rows, output_layers, whole)
 
 
 def _captured(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[fx.GraphModule, list[str | None]]:

@@ -180,3 +180,22 @@ def test_bare_parameters_have_roles():
     assert roles.columns == {"qkv.0": 1, "qkv.1": 1, "qkv.2": 1, "up": 0}
     assert roles.rows == {"out": 1, "down": 0}
     assert roles.whole == {}
+
+
+def test_a_layer_as_wide_as_the_vocabulary_is_no_output_layer():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.a, self.b = nn.Embedding(32, 16), nn.Linear(16, 32), nn.Linear(16, 16)
+            self.last = nn.Linear(16, 32)
+            self.last.weight = self.embedding.weight
+
+        def forward(self, ids):
+            x = self.embedding(ids)
+            left, right = self.a(x).chunk(2, -1)
+            return self.last(x + self.b(left * right))
+
+    model = Model()
+    with pytest.raises(ShardingError, match="a.weight: aten.*split.* along its results"):
+        named_plan("tp", model, args=(torch.zeros(2, 8, dtype=torch.int64),))
+    assert read_roles(model, (torch.zeros(2, 8, dtype=torch.int64),)).output_layers == ["embedding.weight"]
