@@ -317,6 +317,8 @@ class Compilation:
             flop_count.insert(gm, self.work[side])
         self.pipeline.require_named(self.record, side)
         self._snapshot(side, gm)
+        with self._timed("passes"):
+            self.pipeline.run("lowered", side, gm, self.record, self.readable)
         recorder.finish(self.record)
 
     def run_eagerly(self, gm: fx.GraphModule, inputs: Sequence[Any], side: str) -> Callable:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any, Callable, Iterator, Sequence
+import operator
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.fx as fx
@@ -185,6 +186,52 @@ def kernels_in_traces() -> Iterator[None]:
 
     with config.patch({"cpp.enable_kernel_profile": True}):
         yield
+
+
+def writes_cpp_wrapper(settings: Mapping[str, Any]) -> bool:
+    """Whether Inductor's calling code is C++ too, by these settings or its own."""
+    import torch._inductor.config as config
+
+    return bool(settings.get("cpp_wrapper", config.cpp_wrapper))
+
+
+def is_seed(node: fx.Node) -> bool:
+    """Whether a call gives a seed of Inductor's random numbers, which no other has."""
+    return _primitive(node) in ("inductor_seed", "inductor_seeds", "inductor_lookup_seed")
+
+
+def draws_by_seed(node: fx.Node) -> bool:
+    """Whether a call draws by a seed that it reads, and so the same with the same."""
+    return _primitive(node) in ("inductor_random", "inductor_randint")
+
+
+def _primitive(node: fx.Node) -> str:
+    target = node.target
+    named = isinstance(target, torch._ops.OpOverload) and target.namespace == "prims"
+    return target._schema.name.split("::")[1] if named else ""
+
+
+def call_subgraph(
+    graph: fx.Graph, body: fx.Node, inputs: Sequence[fx.Node], results: Sequence[fx.Node]
+) -> list[fx.Node]:
+    """A call of the graph behind ``body`` (get_attr) with ``inputs``, for which Inductor makes code once however often
+    it is called; nodes like ``results``, one for each that it returns.
+    """
+    call = graph.call_function(torch.ops.higher_order.invoke_subgraph, (body, body.target, *inputs))
+    call.meta["val"] = tuple(n.meta["val"] for n in results)
+    items = []
+    for i, node in enumerate(results):
+        items.append(graph.call_function(operator.getitem, (call, i)))
+        items[-1].meta.update({k: v for k, v in node.meta.items() if k in ("val", "tensor_meta")})
+    return items
+
+
+def keep_layouts(output: fx.Node) -> None:
+    """Have Inductor return what a called graph returns with the strides of its fake values, which its callers rely
+    on."""
+    values = output.args[0]
+    output.meta["user_visible_output_idxs"] = list(range(len(values)))
+    output.meta["original_output_strides"] = [n.meta["val"].stride() for n in values]
 
 
 def cache_directory() -> str:

@@ -113,7 +113,7 @@ def register(
 
     Args:
         name: "family.name": what the user types, the log prints and the dump file bears.
-        stage: "captured", "joint", "partition" or "partitioned".
+        stage: "captured", "joint", "partition", "partitioned" or "lowered".
         level: the lowest optimization level that turns it on, 0 to 2; 3 for on request only.
         exact: outputs and gradients stay bitwise equal.
         before, after: names of passes of the same stage; without them it runs last.

@@ -6,6 +6,7 @@ A graph goes through the stages in order:
 * ``joint``: forward and backward in one graph
 * ``partition``: decides what the forward saves, and rewrites nothing
 * ``partitioned``: forward and backward, each on its own
+* ``lowered``: the same, with kernels in place of fused operators
 
 A pass file registers the function of its row (``@register(NAME)``). A pass of the user's runs last in its stage, unless
 it says before or after which it goes (:func:`in_order`). Which passes are in force is decided in :mod:`runner`.
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple, Sequence
 
 from mindspeed_fx.errors import nearest
 
-STAGES = ("captured", "joint", "partition", "partitioned")
+STAGES = ("captured", "joint", "partition", "partitioned", "lowered")
 EXACT, CLOSE = True, False
 """Outputs and gradients stay bitwise equal; or equal within the rounding of the operators."""
 
@@ -92,6 +93,7 @@ PASSES = (
     Entry("overlap.bucket",                      "partitioned", 2, EXACT, "small collectives joined, after chunks"),
     Entry("overlap.schedule",                    "partitioned", 2, EXACT, "the order of all that is left"),
     Entry("sharding.recognize",                  "partitioned", 0, EXACT, "reads what is sent in the end"),
+    Entry("lowering.repeated_layers",            "lowered",     2, CLOSE, "last: layers are whole, code comes next"),
 )
 # fmt: on
 

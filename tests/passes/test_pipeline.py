@@ -76,7 +76,7 @@ def test_a_place_that_cannot_be_is_an_error_before_anything_runs(register, decla
     "name, declared, word",
     [
         ("nodot", {}, "family.name"),
-        ("a.b", {"stage": "late"}, "captured, joint, partition, partitioned"),
+        ("a.b", {"stage": "late"}, "captured, joint, partition, partitioned, lowered"),
         ("a.b", {"level": 7}, "0, 1, 2"),
         ("fusion.rope", {}, "registered already"),
     ],
@@ -105,7 +105,7 @@ def test_a_users_pass_runs_and_is_reported(register):
     assert explain(torch.relu, x).counts["mine.relu"] == 1
 
 
-@pytest.mark.parametrize("stage, side", [("joint", "joint"), ("partitioned", "forward")])
+@pytest.mark.parametrize("stage, side", [("joint", "joint"), ("partitioned", "forward"), ("lowered", "forward")])
 def test_later_stages_see_their_graphs(register, stage, side):
     seen = []
 
@@ -116,7 +116,7 @@ def test_later_stages_see_their_graphs(register, stage, side):
 
     register("mine.look", look, stage=stage)
     explain(torch.nn.Linear(4, 4), torch.randn(2, 4))
-    assert side in seen and ("backward" in seen) == (stage == "partitioned")
+    assert side in seen and ("backward" in seen) == (stage != "joint")
 
 
 def change_output(gm, context):

@@ -1,0 +1,199 @@
+"""Stretches of a graph that repeat: the layers of a model, told by their operators alone.
+
+A graph is read as the row of its calls, each with its operator, its constants and the sizes of its results. Where a
+stretch of the row is followed by its like, and the calls of both read one another at the same places, each is a layer:
+what it reads from elsewhere (its weights, the layer before it, masks that all share) are its inputs. Modules are not
+asked, so that a layer may begin anywhere in its period; it begins where least is lost between two compiled apart.
+"""
+
+from __future__ import annotations
+
+import collections
+import operator
+from dataclasses import dataclass
+from typing import Any, Iterable, Sequence
+
+import torch
+import torch.fx as fx
+from torch.utils import _pytree as pytree
+
+from mindspeed_fx.compat import inductor, partitioner
+from mindspeed_fx.graph import collectives, op_sets, storage
+
+LEAST_LAYERS = 3
+LEAST_CALLS = 16
+"""Of a layer: code for fewer is made faster than it is called."""
+CANDIDATES = 8
+"""Lengths of a period that are looked at."""
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """Layers that are one graph."""
+
+    layers: tuple[tuple[fx.Node, ...], ...]
+    """The calls of each, in order."""
+    inputs: tuple[tuple[fx.Node, ...], ...]
+    """Of each layer what it reads from elsewhere, in one order; random seeds may stand between its calls."""
+    outputs: tuple[int, ...]
+    """Positions in a layer of the calls whose memory is read elsewhere after any of them; no view is among them."""
+
+
+def repeats(graph: fx.Graph) -> list[Repeat]:
+    """The longest disjoint repetitions, in order of the graph; values need ``meta["val"]``."""
+    calls = [n for n in graph.nodes if n.op == "call_function" and not inductor.is_seed(n)]
+    results, pieces = [], [calls]
+    while pieces:
+        piece = pieces.pop()
+        found = _longest(piece)
+        if found is None:
+            continue
+        start, end, repeat = found
+        results.append(repeat)
+        pieces += [p for p in (piece[:start], piece[end:]) if len(p) >= LEAST_LAYERS * LEAST_CALLS]
+    place = {n: i for i, n in enumerate(calls)}
+    return sorted(results, key=lambda r: place[r.layers[0][0]])
+
+
+def _longest(calls: Sequence[fx.Node]) -> tuple[int, int, Repeat] | None:
+    """The repetition that saves most calls, with its bounds in ``calls``."""
+    numbers: dict[Any, int] = {}
+    words = [numbers.setdefault(_word(n), len(numbers)) for n in calls]
+    stretches = [s for period in _periods(words) for s in _stretches(words, period)]
+    stretches.sort(key=lambda s: -(s[1] - s[0] - s[2]))
+    for start, end, period in stretches:
+        if (result := _divide(calls, start, end, period)) is not None:
+            return result
+    return None
+
+
+def is_alone(node: fx.Node) -> bool:
+    """Whether a call stays where it is, like none: it writes, draws from the generator, sends, or has a graph of its
+    own."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.target is not operator.getitem
+    sends = collectives.is_start(node) or collectives.is_wait(node) or collectives.is_blocking(node)
+    draws = op_sets.draws(node) and not inductor.draws_by_seed(node)
+    return sends or draws or op_sets.may_write(node.target)
+
+
+def _word(node: fx.Node) -> Any:
+    """Equal for two calls of one operator with the same constants on values of the same sizes, types and layouts."""
+    if is_alone(node):
+        return node
+    arguments = fx.map_arg((node.args, node.kwargs), lambda n: "*")
+    return node.target, str(arguments), _value(node)
+
+
+def _value(node: fx.Node) -> str:
+    leaves = pytree.tree_leaves(node.meta.get("val"))
+    return str([(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else x for x in leaves])
+
+
+def _periods(words: Sequence[int]) -> list[int]:
+    """Distances at which most calls have their like."""
+    last: dict[int, int] = {}
+    counts: collections.Counter[int] = collections.Counter()
+    for i, word in enumerate(words):
+        if word in last:
+            counts[i - last[word]] += 1
+        last[word] = i
+    # A call that a layer has several times is counted at the distances between these: those of once a layer decide.
+    return [period for period, _ in counts.most_common(4 * CANDIDATES) if period >= LEAST_CALLS][:CANDIDATES]
+
+
+def _stretches(words: Sequence[int], period: int) -> Iterable[tuple[int, int, int]]:
+    """(start, end, period) wherever calls repeat at least :data:`LEAST_LAYERS` times."""
+    start = 0
+    for i in range(len(words) - period + 1):
+        if i < len(words) - period and words[i] == words[i + period]:
+            continue
+        if i + period - start >= LEAST_LAYERS * period:
+            yield start, i + period, period
+        start = i + 1
+
+
+def _divide(calls: Sequence[fx.Node], start: int, end: int, period: int) -> tuple[int, int, Repeat] | None:
+    """The stretch as layers, beginning where least is lost."""
+    depth = _depths(calls[start:end])
+    place = {n: i for i, n in enumerate(calls)}
+    middle = start + (end - start) // period // 2 * period
+    losses = []
+    for shift in range(period):
+        count = (end - start - shift) // period
+        if count >= LEAST_LAYERS:
+            losses.append((_loss(calls[: middle + shift], period, place, depth), -count, shift))
+    for _, _, shift in sorted(losses):
+        first, last, layers = _alike(calls, start + shift, end, period)
+        if len(layers) >= LEAST_LAYERS:
+            repeat = _repeat(layers)
+            if all(isinstance(layers[0][i].meta["val"], torch.Tensor) for i in repeat.outputs):
+                return first, last, repeat
+    return None
+
+
+def _depths(calls: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """How many calls that generated code cannot fuse into lie before each, at most."""
+    depth: dict[fx.Node, int] = {}
+    for n in calls:
+        before = max((depth.get(a, 0) for a in n.all_input_nodes), default=0)
+        depth[n] = before + (not _fusible(n))
+    return depth
+
+
+def _fusible(node: fx.Node) -> bool:
+    return storage.is_view(node) or partitioner.is_fusible(node)
+
+
+def _loss(before: Sequence[fx.Node], period: int, place: dict[fx.Node, int], depth: dict[fx.Node, int]) -> int:
+    """Bytes of values that a cut after ``before`` keeps from being fused into what reads them."""
+    lost, cut = 0, len(before)
+    for node in before[-2 * period :]:
+        if node in depth and _fusible(node) and not storage.is_view(node):
+            readers = [u for v in storage.views_of(node) for u in v.users if not storage.is_view(u)]
+            if any(place.get(u, -1) >= cut and _fusible(u) and depth.get(u) == depth[node] for u in readers):
+                lost += storage.storage_bytes(node.meta["val"])
+    return lost
+
+
+def _alike(calls: Sequence[fx.Node], start: int, end: int, period: int) -> tuple[int, int, list[tuple[fx.Node, ...]]]:
+    """The most neighbours among the stretch's periods whose calls read one another at the same places."""
+    best: tuple[int, int] = (0, 0)
+    first, sign = start, None
+    bounds = range(start, end - period + 1, period)
+    for at in bounds:
+        here = _wiring(calls[at : at + period])
+        if here != sign:
+            first, sign = at, here
+        best = max(best, (at + period - first, -first))
+    length, first = best[0], -best[1]
+    layers = [tuple(calls[at : at + period]) for at in range(first, first + length, period)]
+    return first, first + length, layers
+
+
+def _wiring(layer: Sequence[fx.Node]) -> Any:
+    """Of every argument of a layer's calls: the call of the layer that it is, or what another value is like."""
+    place = {n: i for i, n in enumerate(layer)}
+    return [[place.get(a, None if a in place else _value(a)) for a in _arguments(n)] for n in layer]
+
+
+def _arguments(node: fx.Node) -> list[fx.Node]:
+    """In the order in which they are written, those written twice twice."""
+    return [x for x in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(x, fx.Node)]
+
+
+def _repeat(layers: list[tuple[fx.Node, ...]]) -> Repeat:
+    inside = [set(layer) for layer in layers]
+    slots: dict[tuple[fx.Node, ...], None] = {}
+    for calls in zip(*layers):
+        for arguments in zip(*map(_arguments, calls)):
+            if arguments[0] not in inside[0]:
+                slots[arguments] = None
+    outputs = set()
+    for layer, own in zip(layers, inside):
+        place = {n: i for i, n in enumerate(layer)}
+        for node in layer:
+            base = storage.owner(node)
+            if base in own and any(u not in own for u in node.users):
+                outputs.add(place[base])
+    return Repeat(tuple(layers), tuple(zip(*slots)) if slots else ((),) * len(layers), tuple(sorted(outputs)))

@@ -1,0 +1,248 @@
+"""Layers that are one graph are compiled once: which are found, what stays as it is, and the values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import mindspeed_fx
+from mindspeed_fx import passes
+from mindspeed_fx.compat import fx_graph
+from mindspeed_fx.options import Options
+from mindspeed_fx.partition.repeats import repeats
+from mindspeed_fx.passes.base import Context
+from mindspeed_fx.passes.lowering import repeated_layers
+from tests import models
+from tests.models import gradients
+
+aten = torch.ops.aten
+CALL = torch.ops.higher_order.invoke_subgraph
+
+
+class Layer(nn.Module):
+    """A layer whose values pass views, a residual sum and a table that all layers share."""
+
+    def __init__(self, width=8, odd=False):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 16), nn.Linear(16, width)
+        self.odd = odd
+
+    def forward(self, x, shift):
+        h = self.up(self.norm(x) + shift)
+        h = h.sigmoid() * h.tanh() if self.odd else h.sigmoid() * h.cos()
+        heads = h.view(*h.shape[:-1], 4, 4).transpose(-1, -2) * 2
+        return x + self.down(heads.flatten(-2).exp().neg().exp())
+
+
+class Stack(nn.Module):
+    """Layers of one graph, ``odd`` of them of another, all of which read one table."""
+
+    def __init__(self, layers=5, odd=(), p=0.0):
+        super().__init__()
+        self.embedding = nn.Embedding(10, 8)
+        self.layers = nn.ModuleList(Layer(odd=i in odd) for i in range(layers))
+        self.head, self.p = nn.Linear(8, 10), p
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        shift = torch.arange(8, dtype=x.dtype, device=x.device).cos()
+        for layer in self.layers:
+            x = nn.functional.dropout(layer(x, shift), self.p, self.training)
+        return self.head(x).logsumexp(-1).mean()
+
+
+def shared(gm, **options):
+    options = Options.parse({"codegen": "inductor", **options}).resolve("cpu")
+    return repeated_layers.repeated_layers(gm, Context(options, "forward"))
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Collects what the last stage sees of a model that runs without generated code: (side, graph, its inputs)."""
+    seen = []
+
+    def look(gm, context):
+        """Looks."""
+        inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
+        seen.append((context.side, fx_graph.copy_graph(gm), inputs))
+        return passes.PassReport("test.look")
+
+    passes.register("test.look", stage="lowered", level=0)(look)
+    yield seen
+    passes.unregister("test.look")
+
+
+def step(model, *args, level=1):
+    torch.compile(model, backend="mindspeed", options={"codegen": "eager", "level": level})(*args).backward()
+
+
+def layers_of(gm):
+    calls = [n for n in gm.graph.nodes if n.target is CALL]
+    return [sum(c.args[0].target == name for c in calls) for name in dict.fromkeys(c.args[0].target for c in calls)]
+
+
+def values(inputs, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def value(x):
+        if not isinstance(x, torch.Tensor):
+            return x
+        if not x.dtype.is_floating_point:
+            return torch.ones(x.shape, dtype=x.dtype)
+        result = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+        return result.copy_(torch.rand(x.shape, generator=generator, dtype=x.dtype))
+
+    return [value(x) for x in inputs]
+
+
+def assert_same_bits(gm, inputs, **options):
+    """Shares the layers of ``gm`` and compares what it computes, and which memories its results lie in."""
+    before = gm(*values(inputs))
+    report = shared(gm, **options)
+    after = gm(*values(inputs))
+    for one, other in zip(before, after, strict=True):
+        assert (one is None and other is None) or (torch.equal(one, other) and one.stride() == other.stride())
+    return report
+
+
+@pytest.mark.parametrize("odd, want", [((), [4]), ((0, 1), [3]), ((3,), [3]), ((4,), [3]), ((1, 3), [])])
+def test_neighbours_of_one_graph(graphs, odd, want):
+    torch.manual_seed(0)
+    step(Stack(layers=5 if not odd else 6, odd=odd).double(), torch.ones(2, 3, dtype=torch.int64), level=0)
+    assert [side for side, _, _ in graphs] == ["forward", "backward"]
+    for _, gm, inputs in graphs:
+        report = assert_same_bits(gm, inputs)
+        found = layers_of(gm)
+        assert len(found) == len(report.rewrites) == bool(want)
+        assert not want or found[0] >= want[0]
+        assert want or "no 3 neighbouring stretches of 16 calls or more are alike" in report.notes[0]
+
+
+def test_exact_counts_on_llama(graphs):
+    """The backward of the last layer begins with that of the loss, and is like none."""
+    torch.manual_seed(0)
+    step(models.Llama(layers=6).double(), *models.tokens())
+    for side, gm, inputs in graphs:
+        report = assert_same_bits(gm, inputs)
+        assert layers_of(gm) == [6 if side == "forward" else 5], side
+        assert [s.operator for s in report.rewrites] == [f"{layers_of(gm)[0]} layers"]
+
+
+def blocks(x, weights, end, before=lambda x: x):
+    for w in weights:
+        x = before(x)
+        for _ in range(3):
+            x = end(x).exp().sin().tanh().cos().sigmoid()
+        x = x @ w
+    return x
+
+
+def made(f, *args):
+    return make_fx(f, tracing_mode="fake")(*args)
+
+
+WEIGHTS = [torch.eye(6) for _ in range(5)]
+
+
+def test_a_layer_begins_where_nothing_fused_is_cut():
+    gm = made(lambda x, *w: blocks(x.cos(), w, torch.neg).exp(), torch.ones(4, 6), *WEIGHTS)
+    found = repeats(gm.graph)
+    assert [len(r.layers) for r in found] == [5] and len(found[0].outputs) == 1
+    assert found[0].layers[0][-1].target is aten.mm.default or found[0].layers[0][0].target is aten.mm.default
+
+
+def test_views_of_results_stay_outside_and_memories_apart():
+    def f(x, *weights):
+        results = []
+        for w in weights:
+            for _ in range(4):
+                x = x.exp().sin().tanh().cos()
+            x = x @ w
+            results += [x.t(), x[1:], x.clone(), x]
+        return results
+
+    gm, x = made(f, torch.ones(6, 6), *WEIGHTS), torch.rand(6, 6)
+    want = gm(x, *WEIGHTS)
+    shared(gm)
+    assert layers_of(gm) == [5]
+    have = gm(x, *WEIGHTS)
+    assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(have, want))
+    for results in (have, want):
+        assert len({r.untyped_storage().data_ptr() for r in results}) == 10
+
+
+@pytest.mark.parametrize(
+    "before, name",
+    [
+        (torch.nn.functional.dropout, "bernoulli_"),
+        (lambda x: x + torch.rand_like(x), "rand_like"),
+        (lambda x: x.clone().add_(1), "add_"),
+        (lambda x: torch.ops._c10d_functional.wait_tensor(x), "wait_tensor"),
+    ],
+)
+def test_what_is_like_none_ends_a_layer(before, name):
+    gm = make_fx(lambda x, *w: blocks(x, w, torch.neg, before), tracing_mode="fake")(torch.ones(4, 6), *WEIGHTS)
+    report = shared(gm)
+    assert not report.rewrites and layers_of(gm) == []
+    assert report.notes[0].startswith("no 3 neighbouring stretches of 16 calls or more are alike; like none are ")
+    assert name in report.notes[0]
+
+
+@pytest.mark.parametrize(
+    "options, why",
+    [
+        (dict(codegen="eager"), "no code is generated"),
+        (dict(memory_budget=0.5), "under a memory budget each layer is ordered for itself"),
+        (dict(inductor={"cpp_wrapper": True}), "Inductor's cpp_wrapper calls no graphs"),
+    ],
+)
+def test_where_layers_stay_as_they_are(options, why):
+    gm = made(lambda x, *w: blocks(x, w, torch.neg), torch.ones(4, 6), *WEIGHTS)
+    report = shared(gm, **options)
+    assert report.notes == [why] and layers_of(gm) == []
+
+
+def test_other_sizes_are_another_layer():
+    weights = [torch.ones(a, b) for a, b in [(6, 6)] * 3 + [(6, 8)] + [(8, 8)] * 4]
+    gm = made(lambda x, *w: blocks(x, w, torch.neg), torch.ones(4, 6), *weights)
+    shared(gm)
+    assert sorted(layers_of(gm)) == [3, 3]  # the product of 6 by 8 is the first of its kind, and what stands before it is not cut off
+
+
+def test_generated_code_of_one_layer_trains(graphs):
+    torch.manual_seed(0)
+    model, ids = Stack(layers=4).double(), torch.randint(0, 10, (2, 3))
+    loss, want = gradients(model, ids)
+    model.zero_grad()
+    torch.compile(model, backend="mindspeed", fullgraph=True)(ids).backward()
+    assert [layers_of(gm) for _, gm, _ in graphs] != [[], []]
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, want[name], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_of_each_layer_is_its_own(dtype):
+    """Masks by seeds: the same numbers with and without shared layers, others in every layer."""
+    model, ids = Stack(layers=6, p=0.5).to(dtype), torch.randint(0, 10, (4, 16))
+    results = []
+    for disable in ((), (repeated_layers.NAME,)):
+        torch._dynamo.reset()
+        if not disable:
+            report = mindspeed_fx.explain(model, ids)
+            assert [s.operator for s in report.sites(repeated_layers.NAME)] == (
+                ["5 layers", "4 layers"] if dtype == torch.float32 else ["5 layers"] * 2
+            )
+        torch._dynamo.reset()
+        model.zero_grad()
+        torch.manual_seed(3)
+        loss = torch.compile(model, backend="mindspeed", options={"disable": disable}, fullgraph=True)(ids)
+        loss.backward()
+        results.append((loss.detach(), [p.grad for p in model.parameters()]))
+    (loss, ours), (want, theirs) = results
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(loss, want, rtol=tolerance, atol=tolerance)
+    for one, other in zip(ours, theirs):
+        assert (one - other).norm() <= tolerance * other.norm()
