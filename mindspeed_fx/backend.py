@@ -25,6 +25,7 @@ from mindspeed_fx.compat import inductor as inductor_compat
 from mindspeed_fx.cost.hardware import detect
 from mindspeed_fx.cost.read import read
 from mindspeed_fx.errors import OptionError
+from mindspeed_fx.garbage import without_collection
 from mindspeed_fx.kernels.lower import lower
 from mindspeed_fx.kernels.npu import acl_graph
 from mindspeed_fx.options import Options
@@ -110,7 +111,7 @@ class Compilation:
 
     def compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         try:
-            with self._timed("compile"):
+            with self._timed("compile"), without_collection():
                 copy = graph_inputs.copy_dynamo_graph(gm)
                 compiled = self._compile(copy, inputs)
                 graph_inputs.drop_owner(copy)
@@ -329,10 +330,10 @@ class Compilation:
         return npu.npugraph_ex(gm, inputs, self.options.npugraph_ex) if self.options.codegen == "npugraph_ex" else gm
 
     def run_inductor(self, gm: fx.GraphModule, inputs: Sequence[Any], compile: Callable, **kwargs: Any) -> Any:
-        self.finish_side(
-            gm, "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
-        )
-        return compile(gm, inputs, **kwargs)
+        side = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
+        with without_collection():  # a backward is compiled when it is first called
+            self.finish_side(gm, side)
+            return compile(gm, inputs, **kwargs)
 
     # ---------------------------------------------------------------- bookkeeping
 

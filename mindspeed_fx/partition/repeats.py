@@ -23,8 +23,8 @@ from mindspeed_fx.graph import collectives, op_sets, storage
 LEAST_LAYERS = 3
 LEAST_CALLS = 16
 """Of a layer: code for fewer is made faster than it is called."""
-CANDIDATES = 8
-"""Lengths of a period that are looked at."""
+CANDIDATES, MULTIPLES = 8, 6
+"""Lengths of a period that are looked at, each with its multiples."""
 
 
 @dataclass(frozen=True)
@@ -91,15 +91,15 @@ def _value(node: fx.Node) -> str:
 
 
 def _periods(words: Sequence[int]) -> list[int]:
-    """Distances at which most calls have their like."""
+    """Distances at which most calls have their like, and multiples: layers of two kinds in turn are alike in most."""
     last: dict[int, int] = {}
     counts: collections.Counter[int] = collections.Counter()
     for i, word in enumerate(words):
         if word in last:
             counts[i - last[word]] += 1
         last[word] = i
-    # A call that a layer has several times is counted at the distances between these: those of once a layer decide.
-    return [period for period, _ in counts.most_common(4 * CANDIDATES) if period >= LEAST_CALLS][:CANDIDATES]
+    single = [distance for distance, _ in counts.most_common() if distance >= LEAST_CALLS][:CANDIDATES]
+    return list(dict.fromkeys(n * distance for n in range(1, MULTIPLES + 1) for distance in single))
 
 
 def _stretches(words: Sequence[int], period: int) -> Iterable[tuple[int, int, int]]:
@@ -127,7 +127,8 @@ def _divide(calls: Sequence[fx.Node], start: int, end: int, period: int) -> tupl
         first, last, layers = _alike(calls, start + shift, end, period)
         if len(layers) >= LEAST_LAYERS:
             repeat = _repeat(layers)
-            if all(isinstance(layers[0][i].meta["val"], torch.Tensor) for i in repeat.outputs):
+            values = [layers[0][i] for i in repeat.outputs] + [n for inputs in repeat.inputs for n in inputs]
+            if all(isinstance(n.meta.get("val"), torch.Tensor) for n in values):
                 return first, last, repeat
     return None
 
@@ -179,7 +180,9 @@ def _wiring(layer: Sequence[fx.Node]) -> Any:
 
 def _arguments(node: fx.Node) -> list[fx.Node]:
     """In the order in which they are written, those written twice twice."""
-    return [x for x in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(x, fx.Node)]
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), lambda n: found.append(n) or n)
+    return found
 
 
 def _repeat(layers: list[tuple[fx.Node, ...]]) -> Repeat:

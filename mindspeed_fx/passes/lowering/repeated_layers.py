@@ -8,6 +8,9 @@ with the norm of the next layer stays fused with it.
 
 from __future__ import annotations
 
+from typing import Sequence
+
+import torch
 import torch.fx as fx
 
 from mindspeed_fx.compat import fx_graph, inductor
@@ -27,9 +30,11 @@ def repeated_layers(gm: fx.GraphModule, context: Context) -> PassReport:
     found = repeats.repeats(gm.graph)
     if not found:
         return report.note_reason(_why_none(gm))
+    _move_up(gm.graph)
+    results: dict[fx.Node, fx.Node] = {}
     for repeat in found:
         first = repeat.layers[0][0]
-        share(gm, repeat)
+        share(gm, repeat, results)
         report.rewrites.append(site(f"{len(repeat.layers)} layers", first, [first]))
     gm.graph.lint()
     gm.recompile()
@@ -39,6 +44,8 @@ def repeated_layers(gm: fx.GraphModule, context: Context) -> PassReport:
 def _refusal(gm: fx.GraphModule, context: Context) -> str | None:
     if context.options.codegen != "inductor":
         return "no code is generated"
+    if any(isinstance(n.meta["val"], torch.SymInt) for n in gm.graph.nodes if n.op == "placeholder"):
+        return "sizes are known when it runs alone"
     if context.options.memory_budget is not None:
         return "under a memory budget each layer is ordered for itself"
     if inductor.writes_cpp_wrapper(context.options.inductor):
@@ -52,16 +59,24 @@ def _why_none(gm: fx.GraphModule) -> str:
     return f"{text}; like none are {', '.join(alone)}" if alone else text
 
 
-def share(gm: fx.GraphModule, repeat: repeats.Repeat) -> None:
-    """Each layer becomes a call of one graph, a module of ``gm``; views of what a layer makes stay outside of it."""
+def _move_up(graph: fx.Graph) -> None:
+    """Constants and seeds stand before all layers, so that a layer's calls have none between them."""
+    raised = [n for n in graph.nodes if n.op == "get_attr" or inductor.is_seed(n)]
+    first = next(n for n in graph.nodes if n.op != "placeholder" and n not in set(raised))
+    for node in raised:
+        first.prepend(node)
+
+
+def share(gm: fx.GraphModule, repeat: repeats.Repeat, results: dict[fx.Node, fx.Node]) -> None:
+    """Each layer becomes a call of one graph, a module of ``gm``; views of what a layer makes stay outside of it.
+
+    Args:
+        results: calls of the graph that are gone, and what is read in their place; these are added.
+    """
     name = fx_graph.unused_attribute(gm, "repeated_layer")
-    gm.add_submodule(name, _graph_of(repeat))
+    gm.add_submodule(name, _graph_of(repeat.layers[0], [results.get(n, n) for n in repeat.inputs[0]], repeat.outputs))
     with gm.graph.inserting_before(repeat.layers[0][0]):
         body = gm.graph.get_attr(name)
-    first = next(n for n in gm.graph.nodes if n.op != "placeholder" and not inductor.is_seed(n))
-    for seed in filter(inductor.is_seed, list(gm.graph.nodes)):
-        first.prepend(seed)
-    results: dict[fx.Node, fx.Node] = {}
     for calls, inputs in zip(repeat.layers, repeat.inputs):
         made = [calls[i] for i in repeat.outputs]
         inside = {n for n in calls if not storage.is_view(n)}
@@ -75,14 +90,13 @@ def share(gm: fx.GraphModule, repeat: repeats.Repeat) -> None:
                 gm.graph.erase_node(node)
 
 
-def _graph_of(repeat: repeats.Repeat) -> fx.GraphModule:
-    """The first layer as a graph of its own."""
+def _graph_of(layer: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[int]) -> fx.GraphModule:
+    """A layer as a graph of its own."""
     graph, copies = fx.Graph(), {}
-    for i, source in enumerate(repeat.inputs[0]):
+    for i, source in enumerate(inputs):
         copies[source] = graph.placeholder(f"input_{i}")
         copies[source].meta["val"] = source.meta["val"]
-    for node in repeat.layers[0]:
+    for node in layer:
         copies[node] = graph.node_copy(node, lambda n: copies[n])
-    output = graph.output(tuple(copies[repeat.layers[0][i]] for i in repeat.outputs))
-    inductor.keep_layouts(output)
+    inductor.keep_layouts(graph.output(tuple(copies[layer[i]] for i in outputs)))
     return fx.GraphModule({}, graph)

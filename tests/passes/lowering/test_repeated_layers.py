@@ -190,6 +190,28 @@ def test_what_is_like_none_ends_a_layer(before, name):
     assert name in report.notes[0]
 
 
+def test_two_repetitions_after_one_another():
+    def f(x, *weights):
+        x = blocks(x, weights, torch.neg)
+        return blocks(x.t().contiguous() @ x, weights, torch.sin)
+
+    gm, x = made(f, torch.ones(6, 6), *WEIGHTS), torch.rand(6, 6)
+    want = gm(x, *WEIGHTS)
+    shared(gm)
+    assert layers_of(gm) == [5, 5] and torch.equal(gm(x, *WEIGHTS), want)
+
+
+def test_layers_of_two_kinds_in_turn():
+    def f(x, *weights):
+        for i in range(0, 8, 2):
+            x = blocks(blocks(x, weights[:1], torch.neg), weights[:1], torch.sin)
+        return x
+
+    gm = made(f, torch.ones(4, 6), *WEIGHTS)
+    shared(gm)
+    assert layers_of(gm) == [4]
+
+
 @pytest.mark.parametrize(
     "options, why",
     [
@@ -208,7 +230,10 @@ def test_other_sizes_are_another_layer():
     weights = [torch.ones(a, b) for a, b in [(6, 6)] * 3 + [(6, 8)] + [(8, 8)] * 4]
     gm = made(lambda x, *w: blocks(x, w, torch.neg), torch.ones(4, 6), *weights)
     shared(gm)
-    assert sorted(layers_of(gm)) == [3, 3]  # the product of 6 by 8 is the first of its kind, and what stands before it is not cut off
+    assert sorted(layers_of(gm)) == [
+        3,
+        3,
+    ]  # the product of 6 by 8 is the first of its kind, and what stands before it is not cut off
 
 
 def test_generated_code_of_one_layer_trains(graphs):
