@@ -203,7 +203,7 @@ def test_two_repetitions_after_one_another():
 
 def test_layers_of_two_kinds_in_turn():
     def f(x, *weights):
-        for i in range(0, 8, 2):
+        for _ in range(4):
             x = blocks(blocks(x, weights[:1], torch.neg), weights[:1], torch.sin)
         return x
 
