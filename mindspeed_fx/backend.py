@@ -34,7 +34,7 @@ from mindspeed_fx.partition.order import prepare_early
 from mindspeed_fx.partition.partitioner import Partitioner
 from mindspeed_fx.passes import overlap, registered
 from mindspeed_fx.passes.runner import Pipeline
-from mindspeed_fx.report import recorder
+from mindspeed_fx.report import progress, recorder
 from mindspeed_fx.report.code import readable
 from mindspeed_fx.report.records import Skip
 from mindspeed_fx.sharding import parallelized_graph as sharding
@@ -111,7 +111,7 @@ class Compilation:
 
     def compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         try:
-            with self._timed("compile"), without_collection():
+            with self._timed("compile"), self._progress(), without_collection():
                 copy = graph_inputs.copy_dynamo_graph(gm)
                 compiled = self._compile(copy, inputs)
                 graph_inputs.drop_owner(copy)
@@ -216,6 +216,7 @@ class Compilation:
         Returns the reason where the graph stays as it is, None otherwise.
         """
         self._snapshot("dynamo", gm)
+        progress.enter("capture")
         with self._timed("capture"):
             captured, reason = self._read(gm)
         if captured is None:
@@ -223,6 +224,7 @@ class Compilation:
             self.average(gm)
             return reason
         self._snapshot("captured", captured, text=False)
+        progress.enter("captured passes")
         with self._timed("passes"):
             self.pipeline.run("captured", "captured", captured, self.record, self.readable, self.sharding)
         fx_graph.replace_graph(gm, captured)
@@ -260,6 +262,7 @@ class Compilation:
             self.sharding.program.traffic.backward = ""  # what fails from here on is no gradient
         gradient_ready.mark(joint)
         self.gathers.mark(joint)
+        progress.enter("joint passes")
         with self._timed("passes"):
             self.pipeline.run("joint", "joint", joint, self.record, self.readable, self.sharding)
         if self.options.count_flops:
@@ -281,6 +284,7 @@ class Compilation:
 
     def decide(self, graph: fx.Graph, nodes: Any) -> list[fx.Node] | None:
         """What the forward saves; under a budget, what prepares the backward runs where its inputs are made."""
+        progress.enter("planning")
         if self.options.memory_budget is not None:
             prepare_early(graph, nodes)
         return self.pipeline.decide(self.record, graph, nodes)
@@ -302,10 +306,13 @@ class Compilation:
         inductor = self.options.codegen == "inductor"
         if self.options.count_flops and side not in self.work:
             self.work[side] = flop_count.count(gm)
+        direction = "backward" if side == "backward" else "forward"
+        progress.enter(f"{direction} passes")
         with self._timed("passes"):
             if side == "inference":
                 self.pipeline.run("joint", side, gm, self.record, self.readable, self.sharding)
             self.pipeline.run("partitioned", side, gm, self.record, self.readable)
+        progress.enter(f"{direction} lowering")
         with self._timed("lowering"):
             table = inductor_compat.inductor_decompositions() if inductor else None
             with acl_graph(self.options.codegen == "npugraph_ex"):
@@ -321,9 +328,11 @@ class Compilation:
         with self._timed("passes"):
             self.pipeline.run("lowered", side, gm, self.record, self.readable)
         recorder.finish(self.record)
+        progress.enter(f"{direction} codegen")
 
     def run_eagerly(self, gm: fx.GraphModule, inputs: Sequence[Any], side: str) -> Callable:
-        self.finish_side(gm, side)
+        with self._progress():
+            self.finish_side(gm, side)
         if self.late is not None and side == "backward":
             queue, weights = self.late
             return late_gradients.run_in_parts(gm, list(weights.values()), list(weights), queue)
@@ -331,14 +340,19 @@ class Compilation:
 
     def run_inductor(self, gm: fx.GraphModule, inputs: Sequence[Any], compile: Callable, **kwargs: Any) -> Any:
         side = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
-        with without_collection():  # a backward is compiled when it is first called
+        with self._progress(), without_collection():  # a backward is compiled when it is first called
             self.finish_side(gm, side)
-            return compile(gm, inputs, **kwargs)
+            compiled = compile(gm, inputs, **kwargs)
+        self.record.kernels[side] = inductor_compat.kernel_nodes()
+        return compiled
 
     # ---------------------------------------------------------------- bookkeeping
 
     def _timed(self, name: str) -> Any:
         return recorder.record_time(self.record, name)
+
+    def _progress(self) -> Any:
+        return progress.task(f"graph {self.record.index}", progress.COMPILE)
 
     def _snapshot(self, stage: str, gm: fx.GraphModule, text: bool = True) -> None:
         if self.readable is not None:

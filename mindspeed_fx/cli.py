@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import runpy
 import sys
 from typing import Any
 
 from mindspeed_fx.planning.calibrate.command import add_calibrate
+from mindspeed_fx.planning.explain_command import add_explain, build_model
 from mindspeed_fx.planning.tune.command import add_tune
 
 
@@ -31,37 +31,10 @@ def _parser() -> argparse.ArgumentParser:
         prog="mindspeed-fx", description="MindSpeed as a torch.compile backend: see what it does to a model."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    shown = (_add_explain, _add_doctor, _add_passes, _add_flags, _add_cross)
-    for add in (*shown, _add_plan, add_tune, add_calibrate, _add_toolchain, _add_compare_dumps):
+    shown = (_add_doctor, _add_passes, _add_flags, _add_cross)
+    for add in (add_explain, *shown, _add_plan, add_tune, add_calibrate, _add_toolchain, _add_compare_dumps):
         add(commands)
     return parser
-
-
-def _add_explain(commands: Any) -> None:
-    """The arguments of ``explain``."""
-    explain = commands.add_parser(
-        "explain",
-        help="run a script, or a function that returns a model and its inputs, and report every rewrite",
-        usage="mindspeed-fx explain SCRIPT.py[:FUNCTION] [--options JSON] [--save DIR] [--memory-curve] [--json] [-- "
-        "script arguments]",
-    )
-    explain.add_argument(
-        "script",
-        help='SCRIPT.py, whose torch.compile(..., backend="mindspeed") calls are reported, or SCRIPT.py:FUNCTION, '
-        "which returns (model, args) or (model, args, kwargs)",
-    )
-    explain.add_argument(
-        "--options", default="{}", help="backend options as JSON; what a SCRIPT.py gives in its own code wins"
-    )
-    explain.add_argument("--save", metavar="DIR", help="write before/after files, index and HTML report")
-    explain.add_argument(
-        "--memory-curve",
-        action="store_true",
-        help="print time against peak memory of every graph: the plans that no other beats in both (plans for a "
-        '"memory_budget"; "min" unless the options name one)',
-    )
-    explain.add_argument("--json", action="store_true", help="print everything but the code as JSON")
-    explain.set_defaults(run=_explain)
 
 
 def _add_doctor(commands: Any) -> None:
@@ -187,55 +160,6 @@ def _add_toolchain(commands: Any) -> None:
     toolchain.set_defaults(run=_toolchain)
 
 
-def _explain(arg: argparse.Namespace) -> int:
-    from mindspeed_fx.options import json_object
-    from mindspeed_fx.report.memory import pareto
-
-    path, _, function = arg.script.partition(":")
-    if not path.endswith(".py"):
-        raise ValueError(f"{path!r} is not a Python script")
-    options = json_object("--options", arg.options)
-    if arg.memory_curve:
-        if not function:
-            raise ValueError(
-                "--memory-curve needs SCRIPT.py:FUNCTION; a script names its own memory_budget, and its report has the "
-                "curve"
-            )
-        options.setdefault("memory_budget", "min")
-    report = _explain_function(path, function, options) if function else _explain_script(path, arg.args, options)
-    print(report.to_json() if arg.json else report)
-    for n, points in enumerate(report.pareto if arg.memory_curve and not arg.json else ()):
-        print(
-            f"graph {n}: time against peak, modelled\n{pareto(points)}"
-            if points
-            else f"graph {n}: no plan; there is no backward to plan for"
-        )
-    if arg.save:
-        print(f"report: {report.save(arg.save) / 'index.html'}", file=sys.stderr)
-    if not report.graphs:
-        print(f'mindspeed-fx explain: {arg.script} compiled nothing with backend="mindspeed"', file=sys.stderr)
-        return 1
-    return 0
-
-
-def _explain_function(path: str, function: str, options: dict[str, Any]) -> Any:
-    import mindspeed_fx
-
-    model, args, kwargs = _build_model(path, function)
-    return mindspeed_fx.explain(model, *args, options=options, **kwargs)
-
-
-def _build_model(path: str, function: str) -> tuple:
-    """Model, args and kwargs that a function of a script returns."""
-    namespace = runpy.run_path(path)
-    if function not in namespace:
-        raise ValueError(f"{path} has no function {function!r}")
-    result = namespace[function]()
-    if not isinstance(result, tuple) or len(result) not in (2, 3):
-        raise ValueError(f"{function} must return (model, args) or (model, args, kwargs)")
-    return (*result, {})[:3]
-
-
 def _plan(arg: argparse.Namespace) -> int:
     import torch
 
@@ -251,7 +175,7 @@ def _plan(arg: argparse.Namespace) -> int:
         except ValueError:
             raise ValueError(f"--mesh {arg.mesh!r}: sizes as in dp=8,tp=8 are expected") from None
     with torch.device("meta"):
-        model, args, kwargs = _build_model(path, function)
+        model, args, kwargs = build_model(path, function)
     plan = mindspeed_fx.plan(
         model,
         args,
@@ -277,31 +201,6 @@ def _plan(arg: argparse.Namespace) -> int:
         plan.save_picture(arg.html)
         print(f"picture: {arg.html}", file=sys.stderr)
     return 1 if plan.unsupported else 0
-
-
-def _explain_script(path: str, arguments: list[str], options: dict[str, Any]) -> Any:
-    """Runs the script; ``options`` reach its compilations through the environment, so that what its code gives wins."""
-    from mindspeed_fx.compat import dynamo
-    from mindspeed_fx.options import Options, environment
-    from mindspeed_fx.planning.explain import Report
-    from mindspeed_fx.report import recorder
-
-    Options.parse(options)
-    saved, sys.argv = sys.argv, [path, *arguments]
-    before = dict(os.environ)
-    os.environ.update(environment(options))
-    try:
-        with recorder.collecting() as graphs, dynamo.collecting_graph_breaks() as breaks:
-            try:
-                runpy.run_path(path, run_name="__main__")
-            except SystemExit as e:
-                if e.code not in (None, 0):
-                    raise ValueError(f"{path} ended with status {e.code}") from e
-    finally:
-        sys.argv = saved
-        os.environ.clear()
-        os.environ.update(before)
-    return Report(list(graphs), list(breaks))
 
 
 def _passes(arg: argparse.Namespace) -> int:

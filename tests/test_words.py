@@ -98,13 +98,14 @@ def user_texts() -> list[tuple[str, str]]:
     for field, doc in zip(fields, fields[1:]):
         if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr):
             texts.append((f"option {field.target.id}", doc.value.value))
-    for node in ast.walk(ast.parse((ROOT / "cli.py").read_text())):
+    commands = ("cli.py", "planning/explain_command.py")
+    for file, node in ((f, n) for f in commands for n in ast.walk(ast.parse((ROOT / f).read_text()))):
         if (
             isinstance(node, ast.keyword)
             and node.arg in ("help", "description")
             and isinstance(node.value, ast.Constant)
         ):
-            texts.append((f"cli.py:{node.lineno}", node.value.value))
+            texts.append((f"{file}:{node.lineno}", node.value.value))
     page = ROOT.parent / "docs" / "options.md"
     return texts + [(page.name, line) for line in page.read_text().splitlines()]
 

@@ -25,6 +25,13 @@ def fake_like(value: Any) -> Any:
     return mode if mode is not None else contextlib.nullcontext()
 
 
+def is_fake(value: Any) -> bool:
+    """Whether ``value`` is a tensor without numbers, on whatever device."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(value, FakeTensor)
+
+
 def layout(tensor: torch.Tensor) -> tuple:
     """Strides that mean something: those of dimensions longer than one, as text, so that symbols compare without
     guards.

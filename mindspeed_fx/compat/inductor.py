@@ -234,6 +234,29 @@ def keep_layouts(output: fx.Node) -> None:
     output.meta["original_output_strides"] = [n.meta["val"].stride() for n in values]
 
 
+@contextlib.contextmanager
+def kernels_by_node() -> Iterator[None]:
+    """As :func:`kernels_in_traces`; and for graphs compiled inside :func:`kernel_nodes` has an answer, where this torch
+    keeps one."""
+    import torch._inductor.config as config
+
+    name = "trace.provenance_tracking_level"
+    with kernels_in_traces(), config.patch({name: 2} if name in config.get_config_copy() else {}):
+        yield
+
+
+def kernel_nodes() -> dict[str, list[str]]:
+    """ "kernel:number" -> names of the nodes that it computes, for the graph that Inductor compiled last: numbers count
+    the calls of kernels in the graph's code. {} outside of :func:`kernels_by_node`."""
+    import torch._inductor.config as config
+    from torch._inductor import debug
+
+    if not config.get_config_copy().get("trace.provenance_tracking_level"):
+        return {}
+    kernels = getattr(debug, "_inductor_triton_kernel_to_post_grad_node_info", {})
+    return {name: list(nodes) for name, nodes in kernels.items() if name.rpartition(":")[2].isdigit()}
+
+
 def cache_directory() -> str:
     """Where Inductor keeps compiled code."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir

@@ -24,6 +24,7 @@ from mindspeed_fx.options import Options
 from mindspeed_fx.passes.base import Context, Pass, registered
 from mindspeed_fx.passes.check import check_pass
 from mindspeed_fx.passes.manager import PassError, in_order
+from mindspeed_fx.report import progress
 from mindspeed_fx.report.records import GraphRecord, PassReport, PassRun, Skip
 
 
@@ -70,8 +71,9 @@ class Pipeline:
         with (
             defer_recompile(gm) if self.options.check != "each" else contextlib.nullcontext()
         ):  # a check runs the graph after every pass
-            for p in self.passes:
-                if p.stage == stage and not bisector.bisector_disables(p.name):
+            for number, p in enumerate(mine := [p for p in self.passes if p.stage == stage]):
+                if not bisector.bisector_disables(p.name):
+                    progress.note(p.name, number, len(mine))
                     record.runs.append(self._run_one(p, side, gm, context, readable))
 
     def _run_one(self, p: Pass, side: str, gm: fx.GraphModule, context: Context, readable: Any) -> PassRun:
@@ -109,6 +111,7 @@ class Pipeline:
         saved, before = None, _shape(graph)
         for p in self.passes:
             if p.stage == "partition" and not bisector.bisector_disables(p.name):
+                progress.note(p.name)
                 start = time.perf_counter()
                 report = _report_of(p, graph.owning_module, Context(self.options, "joint", nodes=nodes))
                 if _shape(graph) != before:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import html
 import json
 import pathlib
@@ -12,6 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from mindspeed_fx.report import recorder, summary
+from mindspeed_fx.report.measured import Measured
 from mindspeed_fx.report.modelled import Modelled
 from mindspeed_fx.report.records import GraphRecord, Site, Skip
 
@@ -22,10 +25,11 @@ class Report:
     Attributes:
         graphs: one record for each Dynamo graph.
         break_reasons: why the model fell apart into several graphs, one text for each break, with the line of code.
+        measured: what the step and its kernels took, with ``measure=True``; else None.
     """
 
-    def __init__(self, graphs: list[GraphRecord], break_reasons: list[str]):
-        self.graphs, self.break_reasons = graphs, break_reasons
+    def __init__(self, graphs: list[GraphRecord], break_reasons: list[str], measured: Measured | None = None):
+        self.graphs, self.break_reasons, self.measured = graphs, break_reasons, measured
 
     @property
     def graph_count(self) -> int:
@@ -92,6 +96,7 @@ class Report:
             "graph_count": self.graph_count,
             "break_reasons": self.break_reasons,
             "counts": self.counts,
+            "measured": None if self.measured is None else dataclasses.asdict(self.measured),
             "graphs": [metadata(g) for g in self.graphs],
         }
 
@@ -111,7 +116,9 @@ class Report:
         return [run for g in self.graphs for run in g.runs if run.report.name == name]
 
 
-def explain(model: Callable, *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Report:
+def explain(
+    model: Callable, *args: Any, options: dict[str, Any] | None = None, measure: bool = False, **kwargs: Any
+) -> Report:
     """Compile ``model``, run it once forward and (if an output needs a gradient) backward, and report.
 
     Gradients, buffers and random-number state are as before afterwards. Compile caches are off, since a hit runs no
@@ -121,32 +128,58 @@ def explain(model: Callable, *args: Any, options: dict[str, Any] | None = None, 
         model: module or function.
         args, kwargs: its inputs.
         options: as for ``torch.compile(model, backend="mindspeed", options=...)``.
+        measure: also time the step on the device of the inputs, whole and compiled once more without each family of
+            rewrites that did something, and by kernel with torch.profiler: ``report.measured``. Takes a compilation for
+            each family and about ten seconds of steps. Of several ranks all must call.
 
     Raises:
         OptionError: a bad option. Errors of the model and of the compiler pass through.
+        ArgumentError: ``measure`` with tensors that are fake or on the meta device, with the kernels of another device,
+            or with parameters that step in the backward.
     """
     from mindspeed_fx import arguments, torch_compile
     from mindspeed_fx.backend import mindspeed
-    from mindspeed_fx.compat import dynamo
+    from mindspeed_fx.compat import dynamo, inductor
     from mindspeed_fx.options import Options
 
     arguments.check_callable("explain", "model", model)
     arguments.check_options("explain", options)
-    Options.parse(options)  # a bad option is an error of its own, not one inside a compilation
+    arguments.check_bool("explain", "measure", measure)
+    parsed = Options.parse(options)  # a bad option is an error of its own, not one inside a compilation
+    state = _State(model, (args, kwargs))
+    if measure:
+        from mindspeed_fx.planning import measure as measuring
+
+        measuring.check_measurable(state.tensors, parsed)
     # Dynamo keeps what it compiled for a backend; one of its own makes it compile even a model that was compiled
     # before.
     backend = lambda gm, inputs: mindspeed(gm, inputs, options=options)  # noqa: E731
-    with (
-        recorder.collecting() as graphs,
-        dynamo.collecting_graph_breaks() as breaks,
-        dynamo.recompiling(),
-        _check_unchanged(model),
-    ):
-        outputs = torch_compile.compile_with_backend(dynamo.fresh_callable(model), backend=backend)(*args, **kwargs)
-        loss = loss_of(outputs)
-        if loss is not None:
-            loss.backward()
-    return Report(list(graphs), list(breaks))
+    step = functools.partial(_run_step, args=args, kwargs=kwargs)
+    with dynamo.recompiling(), state.restored():
+        with (
+            recorder.collecting() as graphs,
+            dynamo.collecting_graph_breaks() as breaks,
+            inductor.kernels_by_node() if measure else contextlib.nullcontext(),
+        ):
+            compiled = torch_compile.compile_with_backend(dynamo.fresh_callable(model), backend=backend)
+            step(compiled)
+        report = Report(list(graphs), list(breaks))
+        if measure:
+            device = measuring.device_of(state.tensors)
+            report.measured = measuring.measure_step(
+                model, step, state.drop_gradients, compiled, report.graphs, options, device
+            )
+            for graph in report.graphs:
+                graph.measured = report.measured
+    return report
+
+
+def _run_step(model: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Runs forward and, where an output needs a gradient, backward; whether it did."""
+    loss = loss_of(model(*args, **kwargs))
+    if loss is not None:
+        loss.backward()
+    return loss is not None
 
 
 def loss_of(outputs: Any) -> torch.Tensor | None:
@@ -160,19 +193,37 @@ def loss_of(outputs: Any) -> torch.Tensor | None:
     return sum(t.float().sum() for t in tensors) if tensors else None
 
 
-@contextlib.contextmanager
-def _check_unchanged(model: Any) -> Iterator[None]:
-    module = model if isinstance(model, torch.nn.Module) else None
-    grads = {p: p.grad for p in module.parameters()} if module else {}
-    for p in grads:
-        p.grad = None
-    buffers = {b: b.detach().clone() for b in module.buffers()} if module else {}
-    with torch.random.fork_rng():
-        try:
-            yield
-        finally:
-            for p, grad in grads.items():
-                p.grad = grad
-            with torch.no_grad():
-                for b, value in buffers.items():
-                    b.copy_(value)
+class _State:
+    """Gradients of parameters and inputs, and buffers: what a step changes.
+
+    Attributes:
+        tensors: inputs, parameters and buffers.
+    """
+
+    def __init__(self, model: Any, inputs: Any):
+        module = model if isinstance(model, torch.nn.Module) else None
+        own = [t for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor)]
+        self.buffers = list(module.buffers()) if module else []
+        parameters = list(module.parameters()) if module else []
+        self.leaves = [*parameters, *(t for t in own if t.requires_grad and t.is_leaf)]
+        self.tensors = [*own, *parameters, *self.buffers]
+
+    def drop_gradients(self) -> None:
+        for leaf in self.leaves:
+            leaf.grad = None
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """As they were afterwards, and random-number states too."""
+        grads = [leaf.grad for leaf in self.leaves]
+        values = [b.detach().clone() for b in self.buffers]
+        self.drop_gradients()
+        with torch.random.fork_rng():
+            try:
+                yield
+            finally:
+                for leaf, grad in zip(self.leaves, grads):
+                    leaf.grad = grad
+                with torch.no_grad():
+                    for b, value in zip(self.buffers, values):
+                        b.copy_(value)

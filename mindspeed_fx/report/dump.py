@@ -18,7 +18,7 @@ import tempfile
 from typing import Any
 
 from mindspeed_fx.compat import distributed
-from mindspeed_fx.report import memory
+from mindspeed_fx.report import measured, memory
 from mindspeed_fx.report.diffs import diff_text, is_changed, lowered_counts
 from mindspeed_fx.report.records import GraphRecord
 
@@ -138,7 +138,7 @@ def metadata(record: GraphRecord) -> dict[str, Any]:
     from mindspeed_fx.report.modelled import modelled_rows
 
     values = dataclasses.asdict(dataclasses.replace(record, calls={}, stages={}))
-    del values["stages"], values["calls"], values["logged"]
+    del values["stages"], values["calls"], values["logged"], values["kernels"]
     for run in values["runs"]:
         for code in ("before", "after", "diff"):
             run.pop(code)
@@ -208,6 +208,8 @@ def index_text(record: GraphRecord) -> str:
             f"| {o} | {side} | {kernel} | {n} | {_cell(why)} |"
             for (o, side, kernel, why), n in lowered_counts(record).items()
         ]
+    if record.measured is not None:
+        lines += ["", "## Measured step", "", *measured.markdown(record.measured)]
     if cost := text(record):
         lines += ["", "## Modelled cost", "", *cost]
     lines += ["", "## Effective options", "", "| option | value |", "|---|---|"]

@@ -10,8 +10,9 @@ import functools
 from importlib import resources
 from typing import Any, Iterable, Mapping, Sequence
 
-from mindspeed_fx.report import modelled
+from mindspeed_fx.report import measured, modelled
 from mindspeed_fx.report.diffs import is_changed, lowered_counts
+from mindspeed_fx.report.measured import FAMILY_HEAD, KERNEL_HEAD, Measured
 from mindspeed_fx.report.page_data import differences_of_ranks, packed, page_data
 from mindspeed_fx.report.records import GraphRecord
 
@@ -35,6 +36,7 @@ def graph_page(record: GraphRecord) -> str:
         runs=shown,
         idle=[r for n, r in numbered if (n, r) not in shown],
         lowered=[(o, s, k, n, w) for (o, s, k, w), n in lowered_counts(record).items()],
+        measured=_measured(record.measured) if record.measured is not None else None,
         about=modelled.about(record) if record.calls else "",
         cost_head=modelled.HEAD,
         cost=[modelled.cells(r) for r in cost],
@@ -82,6 +84,20 @@ def page(title: str, body: str) -> str:
 def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
     """A table of plain values, as HTML."""
     return str(_environment().get_template("macros.html").module.table(list(head), [list(r) for r in rows]))
+
+
+def _measured(values: Measured) -> dict[str, Any]:
+    """What the page says of a measured step."""
+    return {
+        "head": measured.head(values),
+        "steps": [measured.step_text(s) for s in values.steps],
+        "families": measured.family_rows(values),
+        "coverage": measured.coverage(values) if values.kernels else "",
+        "kernels": measured.kernel_rows(values),
+        "family_head": FAMILY_HEAD,
+        "kernel_head": KERNEL_HEAD,
+        "notes": values.notes,
+    }
 
 
 def _answer(cost: Sequence[Mapping[str, Any]]) -> str:

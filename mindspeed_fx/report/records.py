@@ -100,6 +100,11 @@ class GraphRecord:
     """Named times: "capture", "passes", "lowering", "compile"."""
     lowered: list[dict[str, Any]] = field(default_factory=list)
     """One row per operator call lowered: operator, target, kernel, side, reason when it fell back."""
+    kernels: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    """"forward", "backward" or "inference" -> "kernel:number" of each kernel that Inductor calls -> the nodes that it
+    computes; filled within :func:`mindspeed_fx.compat.inductor.kernels_by_node`."""
+    measured: Any = None
+    """The :class:`mindspeed_fx.report.measured.Measured` of the step that this graph is of; None unless asked for."""
 
     logged: int = 0
     """Runs that the log has told of."""

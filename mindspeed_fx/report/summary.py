@@ -8,22 +8,13 @@ import textwrap
 from collections import Counter
 from typing import Any, Iterable, Mapping, Sequence
 
+from mindspeed_fx.report import measured
+from mindspeed_fx.report.families import KINDS
 from mindspeed_fx.report.modelled import estimates
 
 WIDTH = 100
 FEW = 5
 """Reasons shown for each pass that left something."""
-
-KINDS: Mapping[str, tuple[str, ...]] = {
-    "attention": ("fusion.attention", "fusion.scaled_masked_softmax"),
-    "norms": ("fusion.rms_norm", "fusion.layer_norm"),
-    "rotations": ("fusion.rope", "fusion.qk_norm_rope"),
-    "gates": ("fusion.swiglu", "fusion.glu", "fusion.clipped_swiglu", "fusion.weighted_swiglu"),
-    "activations": ("fusion.activation",),
-    "experts": ("fusion.grouped_matmul", "fusion.moe_permute", "fusion.gathered_experts", "fusion.one_hot_dispatch"),
-    "losses": ("fusion.cross_entropy",),
-}
-"""What users call the sites, and the passes that find each once; others rewrite what these have made."""
 
 
 def text(report: Any) -> str:
@@ -32,12 +23,17 @@ def text(report: Any) -> str:
     active = [n for n in names if report.sites(n) or report.skipped(n)]
     parts = [
         head(report, names),
+        _measured(report),
         *(_of_pass(report, n) for n in active if report.sites(n)),
         *(_of_pass(report, n) for n in active if not report.sites(n)),
         _idle(report, [n for n in names if n not in active]),
         str(report.cost) if report.graphs else "",
     ]
     return "\n".join(part for part in parts if part)
+
+
+def _measured(report: Any) -> str:
+    return "" if report.measured is None else "\n".join([*_wrapped("", measured.lines(report.measured)), ""])
 
 
 def head(report: Any, names: Sequence[str]) -> str:

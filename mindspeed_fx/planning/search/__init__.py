@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from mindspeed_fx import arguments
 from mindspeed_fx.errors import nearest
 from mindspeed_fx.graph.recompile import no_gc
+from mindspeed_fx.report import progress
 from mindspeed_fx.sharding.plan import ShardingError
 
 DIMENSIONS = ("pp", "dp", "cp", "ep", "tp")
@@ -100,9 +101,9 @@ def plan(
     hw = device(hardware)
     limit = memory_of(memory, hw)
     settings["fixed"] = fixed
-    with no_gc(
-        True
-    ):  # each collection walks over all objects of torch, a quarter of a second, and a search makes little garbage
+    # each collection walks over all objects of torch, a quarter of a second, and a search makes little garbage
+    with no_gc(True), progress.task("plan", ("model", "layouts", "programs", "integers")):
+        progress.enter("model")
         problem = trace_model(model, args, kwargs or {})
         outcome = branch_and_bound(problem, hw, devices, limit, keep=keep, **settings)
     return SearchedPlan.of(

@@ -23,6 +23,7 @@ from mindspeed_fx.planning.search.layouts import microbatches as microbatch_coun
 from mindspeed_fx.planning.search.lower_bounds import LowerBounds, batch_parts
 from mindspeed_fx.planning.search.problem import Problem
 from mindspeed_fx.planning.search.solve import Allowed, Program, Solution, Unsayable
+from mindspeed_fx.report import progress
 from mindspeed_fx.sharding.plan import ShardingError
 
 
@@ -104,6 +105,7 @@ def branch_and_bound(
         )
     if not any(_counts(mesh, rows, microbatches) for mesh in factored):
         raise ShardingError(f"{rows} sequences cannot be divided into {microbatches} microbatches on {devices} devices")
+    progress.enter("layouts")
     state = _State(prices, memory, keep, allowed)
     offered = [
         (Layout(*mesh, m, z, recompute[0]), zero[2:] if z == "zero2" else ())
@@ -111,7 +113,9 @@ def branch_and_bound(
         for m in _counts(mesh, rows, microbatches)
         for z in (zero[:2] if mesh[1] * mesh[2] * mesh[3] > 1 else ("never",))
     ]
-    for layout, more in sorted(offered, key=lambda o: batch_parts(o[0])):  # a bound is one for finer cuts too
+    # a bound is one for finer cuts too
+    for number, (layout, more) in enumerate(sorted(offered, key=lambda o: batch_parts(o[0]))):
+        progress.note("bounds", number, len(offered))
         state.offer(layout, recompute, more)
     state.run()
     state.close()
@@ -220,7 +224,11 @@ class _State:
         )
 
     def run(self) -> None:
+        progress.enter("programs")
+        most = 0
         while self.heap:
+            most = max(most, len(self.heap))
+            progress.note("layouts", most - len(self.heap), most)
             waiting = heapq.heappop(self.heap)
             layout, program, recompute, zero = waiting.layout, waiting.program, waiting.recompute, waiting.zero
             if waiting.bound >= self.limit(layout.mesh) or (
@@ -315,6 +323,7 @@ class _State:
         """Solve in integers what rounding left open, most promising first, for this long; the bound stands in any
         case.
         """
+        progress.enter("integers")
         start = time.perf_counter()
         for bound, _, program, place in sorted(self.open, key=lambda o: o[:2]):
             remaining = seconds - (time.perf_counter() - start)

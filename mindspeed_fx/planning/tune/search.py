@@ -21,6 +21,7 @@ from mindspeed_fx.planning.predict.timing import time_step
 from mindspeed_fx.planning.search.branch_and_bound import memory_of
 from mindspeed_fx.planning.tune.launch import SEARCHED, Launch, read_launch
 from mindspeed_fx.planning.tune.words import changed_flags
+from mindspeed_fx.report import progress
 
 OVERLAPS = ((True, True), (True, False), (False, False))
 """Gradients' reductions and parameters' gathers behind kernels; the second needs the first."""
@@ -96,7 +97,8 @@ def tune(
     """
     launch, hw = read_launch(words, devices, fixed), device(hardware)
     model = _Model(launch.model, hw, memory_of(memory, hw))
-    times, too_large = _timed(launch, model)
+    with progress.task("tune", ("settings",)):
+        times, too_large = _timed(launch, model)
     own = predict(launch.model, launch.settings, hw)
     if not times:
         raise OptionError(
@@ -170,7 +172,10 @@ def _candidates(launch: Launch, model: _Model) -> Iterator[Settings]:
 def _timed(launch: Launch, model: _Model) -> tuple[list[tuple[float, Settings]], int]:
     """(seconds and settings of all that fit, how many do not)."""
     times, too_large = [], 0
-    for run in _candidates(launch, model):
+    progress.enter("settings")
+    runs = list(_candidates(launch, model))
+    for number, run in enumerate(runs):
+        progress.note("of the model", number, len(runs))
         least = run if "recompute" in launch.held else _least_recompute(launch, run, model)
         if least is None or not model.fits(least):
             too_large += 1

@@ -84,7 +84,7 @@ function graph(data) {
 }
 
 unpacked().then((data) => {
-  const views = { model: [model, data.roofs], roofline: [roofline, data.roofs], memory: [(d) => drawMemory(d, byId("memory")), data.memory], graph: [graph, graphTexts(data).length], passes: [() => {}, true], numbers: [() => {}, true] };
+  const views = { model: [model, data.roofs], roofline: [roofline, data.roofs], memory: [(d) => drawMemory(d, byId("memory")), data.memory], graph: [graph, graphTexts(data).length], passes: [() => {}, true], ...(byId("view-measured") && { measured: [() => {}, true] }), numbers: [() => {}, true] };
   const bar = byId("views"), drawn = new Set();
   const show = (name) => {
     for (const view of Object.keys(views)) byId(`view-${view}`).hidden = view !== name;
