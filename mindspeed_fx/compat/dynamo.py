@@ -55,6 +55,13 @@ def fresh_callable(model: Callable) -> Callable:
     return _with_own_code(fresh)
 
 
+def uncompiled(model: Callable) -> Callable:
+    """``model`` itself where it was compiled whole, by ``torch.compile(model)`` or ``model.compile()``."""
+    own = getattr(model, "_orig_mod", model)
+    is_compiled = isinstance(own, torch.nn.Module) and own._compiled_call_impl is not None
+    return own._call_impl if is_compiled else own
+
+
 def _with_own_code(function: Any) -> Any:
     """``function``, a closure, whose code object is no other closure's."""
     function.__code__ = function.__code__.replace()

@@ -203,8 +203,8 @@ class _State:
     def __init__(self, model: Any, inputs: Any):
         module = model if isinstance(model, torch.nn.Module) else None
         own = [t for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor)]
-        self.buffers = list(module.buffers()) if module else []
-        parameters = list(module.parameters()) if module else []
+        self.buffers = list(module.buffers()) if module is not None else []
+        parameters = list(module.parameters()) if module is not None else []
         self.leaves = [*parameters, *(t for t in own if t.requires_grad and t.is_leaf)]
         self.tensors = [*own, *parameters, *self.buffers]
 

@@ -214,6 +214,40 @@ def test_what_fails_without_a_family_is_told_and_the_rest_is_measured(few_rounds
     assert family.error == "MemoryError: out of it" and family.sites == 1 and report.measured.kernels
 
 
+@pytest.mark.parametrize("how", ["torch.compile", "compile in place"])
+def test_a_compiled_model_is_measured_as_it_was_before(few_rounds, how):
+    """Within a model's own compilation no other backend would be asked."""
+    torch._dynamo.reset()
+    model = nn.RMSNorm(8)
+    if how == "torch.compile":
+        model = torch.compile(model, backend="eager")
+    else:
+        model.compile(backend="eager")
+    x = torch.randn(2, 8)
+    measured = mindspeed_fx.explain(model, x, options={"codegen": "eager", "hardware": "cpu"}, measure=True).measured
+    assert [f.family for f in measured.families] == ["norms"]
+    assert [s.modelled_seconds is not None for s in measured.steps] == [False, True, True]
+
+
+def test_kernels_of_several_graphs_have_their_modules(few_rounds):
+    torch._dynamo.reset()
+    first, second = nn.RMSNorm(8), nn.RMSNorm(8)
+    model = nn.ModuleList([first, second])
+
+    def forward(x):
+        y = model[0](x)
+        torch._dynamo.graph_break()
+        return model[1](y)
+
+    model.forward = forward
+    report = mindspeed_fx.explain(
+        model, torch.randn(2, 8), options={"codegen": "eager", "hardware": "cpu"}, measure=True
+    )
+    assert report.graph_count == 2 and report.measured.families[0].sites == 2
+    (kernel,) = [k for k in report.measured.kernels if k.kernel == "mindspeed::rms_norm_backward"]
+    assert kernel.calls == 2 and kernel.modelled_seconds > 0
+
+
 def test_a_forward_alone_is_measured(few_rounds):
     torch._dynamo.reset()
     report = mindspeed_fx.explain(lambda x: x.softmax(-1), torch.randn(3), options={"codegen": "eager"}, measure=True)

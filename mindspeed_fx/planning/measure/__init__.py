@@ -111,9 +111,9 @@ def measure_step(
     counts = _total_counts(graphs)
     families = active_families(counts)
     variants = _variants(Options.parse(options), families)
-    eager = getattr(model, "_orig_mod", model)
+    eager = dynamo.uncompiled(model)
     with progress.task("measure", (*variants, "rounds", "kernels")):
-        forms, errors = _compile_forms(model, step, prepare, variants, options or {})
+        forms, errors = _compile_forms(eager, step, prepare, variants, options or {})
         runs: dict[str, Callable[[], Any]] = {"eager": lambda: step(eager), **{n: f.run for n, f in forms.items()}}
         rounds = RANK_ROUNDS if distributed.world_is_parallel() else None
         progress.enter("rounds")
@@ -150,7 +150,7 @@ def _variants(options: Options, families: Mapping[str, tuple[str, ...]]) -> dict
 
 
 def _compile_forms(
-    model: Callable,
+    eager: Callable,
     step: Callable[[Callable], bool],
     prepare: Callable[[], None],
     variants: Mapping[str, Mapping[str, Any]],
@@ -162,7 +162,7 @@ def _compile_forms(
     for name, changes in variants.items():
         progress.enter(name)
         try:
-            forms[name] = _form(model, step, prepare, {**options, **QUIET, **changes})
+            forms[name] = _form(eager, step, prepare, {**options, **QUIET, **changes})
         except Exception as error:  # out of memory without the family, or a defect of torch that the family goes round
             if name == "compiled":
                 raise
@@ -171,11 +171,11 @@ def _compile_forms(
     return forms, errors
 
 
-def _form(model: Callable, step: Callable, prepare: Callable[[], None], options: dict[str, Any]) -> Form:
+def _form(eager: Callable, step: Callable, prepare: Callable[[], None], options: dict[str, Any]) -> Form:
     """The step compiled and run once with ``options``."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return model(*args, **kwargs)
+        return eager(*args, **kwargs)
 
     # What Dynamo compiles hangs on the code object of ``call``, so that it goes when this form of the step does.
     backend = lambda gm, inputs: mindspeed(gm, inputs, options=options)  # noqa: E731
