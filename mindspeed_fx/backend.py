@@ -346,8 +346,6 @@ class Compilation:
         self.record.kernels[side] = inductor_compat.kernel_nodes()
         return compiled
 
-    # ---------------------------------------------------------------- bookkeeping
-
     def _timed(self, name: str) -> Any:
         return recorder.record_time(self.record, name)
 

@@ -45,10 +45,10 @@ def repeats(graph: fx.Graph) -> list[Repeat]:
     results, pieces = [], [calls]
     while pieces:
         piece = pieces.pop()
-        found = _longest(piece)
-        if found is None:
+        longest = _longest(piece)
+        if longest is None:
             continue
-        start, end, repeat = found
+        start, end, repeat = longest
         results.append(repeat)
         pieces += [p for p in (piece[:start], piece[end:]) if len(p) >= LEAST_LAYERS * LEAST_CALLS]
     place = {n: i for i, n in enumerate(calls)}
@@ -72,9 +72,9 @@ def is_alone(node: fx.Node) -> bool:
     own."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.target is not operator.getitem
-    sends = collectives.is_start(node) or collectives.is_wait(node) or collectives.is_blocking(node)
+    talks = collectives.is_start(node) or collectives.is_wait(node) or collectives.is_blocking(node)
     draws = op_sets.draws(node) and not inductor.draws_by_seed(node)
-    return sends or draws or op_sets.may_write(node.target)
+    return talks or draws or op_sets.may_write(node.target)
 
 
 def _word(node: fx.Node) -> Any:
@@ -180,9 +180,9 @@ def _wiring(layer: Sequence[fx.Node]) -> Any:
 
 def _arguments(node: fx.Node) -> list[fx.Node]:
     """In the order in which they are written, those written twice twice."""
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), lambda n: found.append(n) or n)
-    return found
+    arguments: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), lambda n: arguments.append(n) or n)
+    return arguments
 
 
 def _repeat(layers: list[tuple[fx.Node, ...]]) -> Repeat:

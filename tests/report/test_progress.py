@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import select
 import struct
 import termios
 import threading
@@ -20,15 +21,14 @@ from mindspeed_fx.report import progress
 def terminal():
     """(a stream to a terminal, a function that reads what was written to it)."""
     inside, outside = os.openpty()
-    os.set_blocking(inside, False)
     fcntl.ioctl(outside, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
     stream = open(outside, "w", buffering=1)
 
     def read():
-        try:
-            return os.read(inside, 1 << 16).decode()
-        except BlockingIOError:
-            return ""
+        text = b""
+        while select.select([inside], [], [], 0.2)[0]:  # a terminal hands over what is written in parts, a little later
+            text += os.read(inside, 1 << 16)
+        return text.decode()
 
     yield stream, read
     stream.close()

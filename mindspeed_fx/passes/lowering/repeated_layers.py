@@ -27,12 +27,12 @@ def repeated_layers(gm: fx.GraphModule, context: Context) -> PassReport:
     report = PassReport(NAME)
     if why := _refusal(gm, context):
         return report.note_reason(why)
-    found = repeats.repeats(gm.graph)
-    if not found:
+    layers = repeats.repeats(gm.graph)
+    if not layers:
         return report.note_reason(_why_none(gm))
     _move_up(gm.graph)
     results: dict[fx.Node, fx.Node] = {}
-    for repeat in found:
+    for repeat in layers:
         first = repeat.layers[0][0]
         share(gm, repeat, results)
         report.rewrites.append(site(f"{len(repeat.layers)} layers", first, [first]))
@@ -78,12 +78,12 @@ def share(gm: fx.GraphModule, repeat: repeats.Repeat, results: dict[fx.Node, fx.
     with gm.graph.inserting_before(repeat.layers[0][0]):
         body = gm.graph.get_attr(name)
     for calls, inputs in zip(repeat.layers, repeat.inputs):
-        made = [calls[i] for i in repeat.outputs]
+        values = [calls[i] for i in repeat.outputs]
         inside = {n for n in calls if not storage.is_view(n)}
         with gm.graph.inserting_before(calls[0]):
-            items = inductor.call_subgraph(gm.graph, body, [results.get(n, n) for n in inputs], made)
-        results.update(zip(made, items))
-        for node in made:
+            items = inductor.call_subgraph(gm.graph, body, [results.get(n, n) for n in inputs], values)
+        results.update(zip(values, items))
+        for node in values:
             node.replace_all_uses_with(results[node], delete_user_cb=lambda user: user not in inside)
         for node in reversed(calls):
             if not node.users:
