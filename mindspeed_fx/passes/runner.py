@@ -86,6 +86,7 @@ class Pipeline:
             part = _report_of(p, graph, context if graph is gm else dataclasses.replace(context, sharding=None))
             report.rewrites += part.rewrites
             report.skipped += part.skipped
+            report.layers += part.layers
             report.notes += part.notes
             report.files.update(part.files)
         seconds = time.perf_counter() - start

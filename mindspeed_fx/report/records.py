@@ -56,6 +56,11 @@ class PassReport:
     memory meanwhile.
     """
 
+    layers: list[tuple[tuple[str, ...], ...]] = field(default_factory=list)
+    """Stage "lowered" alone: for each kind of layer that became one graph the names of its calls, layer by layer in the
+    order in which they run, views left out.
+    """
+
     def note_reason(self, reason: str) -> "PassReport":
         """This report, with the reason why the pass has nothing to do in this graph."""
         self.notes.append(reason)

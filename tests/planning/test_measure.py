@@ -25,7 +25,8 @@ from mindspeed_fx.planning.measure.kernels import (
 )
 from mindspeed_fx.planning.measure.rounds import FEWEST, MOST, WARMUP, interleave
 from mindspeed_fx.report.families import FAMILIES, SUPPORTING, active_families
-from mindspeed_fx.report.records import GraphRecord
+from mindspeed_fx.report.records import GraphRecord, PassReport, PassRun
+from tests import models
 
 
 class Clock:
@@ -134,6 +135,24 @@ def test_kernels_of_graphs_in_the_order_in_which_they_run():
     assert [e.graph for e in both["backward", "aten::mm"]] == [1, 0]
 
 
+def test_kernels_of_a_graph_that_layers_share_run_once_for_each():
+    """Their nodes are those of the layer that calls them; what a kernel only reads of the first is not."""
+    kernels = {
+        "cpp_fused_0:1": ["x"],
+        "cpp_fused_1:2": ["invoke_subgraph", "x", "b0", "a0"],
+        "extern_kernels.mm:3": ["c0"],
+    }
+    kernels |= {"extern_kernels.mm:4": ["head"]}
+    run = PassRun(PassReport("lowering.repeated_layers"), "forward", 0.0, 0, 0)
+    run.report.layers.append((("a0", "b0", "c0"), ("a1", "b1", "c1"), ("a2", "b2", "c2")))
+    graph = record(0, "inductor", kernels={"forward": kernels, "backward": kernels}, runs=[run])
+    entries = expected_entries([graph])
+    assert [e.nodes for e in entries["forward", "cpp_fused_1"]] == [("b0", "a0"), ("b1", "a1"), ("b2", "a2")]
+    assert [e.nodes for e in entries["forward", "aten::mm"]] == [("c0",), ("c1",), ("c2",), ("head",)]
+    assert [e.nodes for e in entries["forward", "cpp_fused_0"]] == [("x",)]
+    assert [e.nodes for e in entries["backward", "aten::mm"]] == [("c0",), ("head",)]
+
+
 def test_calls_that_do_not_add_up_are_not_mapped():
     entries = {
         ("forward", "aten::mm"): [Entry(0, "forward", n, (name,)) for n, name in enumerate(("mm", "mm_1"))],
@@ -197,6 +216,21 @@ def test_a_measured_step_has_every_family_and_changes_nothing(few_rounds):
     assert kernels["mindspeed::rms_norm", "forward"].module == "norm"
     assert "aten::native_batch_norm_backward" not in measured.unmapped
     assert report.to_dict()["measured"]["families"][0]["family"] == "norms"
+
+
+@pytest.mark.slow
+def test_generated_kernels_of_layers_are_mapped(few_rounds):
+    """Layers that share their code are four calls of each kernel."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = models.Llama(layers=4)
+    report = mindspeed_fx.explain(
+        model, *models.tokens(), options={"enable": ["lowering.repeated_layers"]}, measure=True
+    )
+    assert report.counts["lowering.repeated_layers"] == 2
+    assert set(report.measured.unmapped) <= {"aten::detach"}
+    attention = {k.graph: k.calls for k in report.measured.kernels if k.kernel.startswith("mindspeed::attention_flash")}
+    assert attention == {"forward": 4, "backward": 4}
 
 
 def test_what_fails_without_a_family_is_told_and_the_rest_is_measured(few_rounds, monkeypatch):

@@ -34,6 +34,7 @@ def repeated_layers(gm: fx.GraphModule, context: Context) -> PassReport:
     results: dict[fx.Node, fx.Node] = {}
     for repeat in layers:
         first = repeat.layers[0][0]
+        report.layers.append(tuple(tuple(n.name for n in calls if not storage.is_view(n)) for calls in repeat.layers))
         share(gm, repeat, results)
         report.rewrites.append(site(f"{len(repeat.layers)} layers", first, [first]))
     gm.graph.lint()

@@ -153,9 +153,27 @@ def _kernels_of(graph: GraphRecord, side: str) -> list[tuple[str, tuple[str, ...
     if graph.effective.get("codegen") == "inductor":
         kernels = graph.kernels.get(side, {})
         in_order = sorted(kernels, key=lambda name: int(name.rpartition(":")[2]))  # "name:number", counted by call
-        return [(name.rpartition(":")[0], tuple(kernels[name])) for name in in_order]
+        rows = [(name.rpartition(":")[0], tuple(kernels[name])) for name in in_order]
+        for run in graph.runs:
+            for layers in run.report.layers if run.stage == side else ():
+                rows = _of_each_layer(rows, layers)
+        return rows
     calls = graph.calls[side].calls if side in graph.calls else []
     return [(call.operator, (call.name,)) for call in calls]
+
+
+def _of_each_layer(
+    kernels: list[tuple[str, tuple[str, ...]]], layers: tuple[tuple[str, ...], ...]
+) -> list[tuple[str, tuple[str, ...]]]:
+    """``kernels``, with those of a graph that all ``layers`` call once for each layer. Its nodes are named as those of
+    the first; besides, a kernel of it may name nodes that it only reads."""
+    first = {name: i for i, name in enumerate(layers[0])}
+    inside = [i for i, (_, nodes) in enumerate(kernels) if any(n in first for n in nodes)]
+    if not inside:
+        return kernels
+    body = [(name, [first[n] for n in nodes if n in first]) for name, nodes in (kernels[i] for i in inside)]
+    called = [(name, tuple(layer[i] for i in places)) for layer in layers for name, places in body]
+    return kernels[: inside[0]] + called + kernels[inside[-1] + 1 :]
 
 
 def match_events(
