@@ -93,8 +93,10 @@ def _inline(
         )
         return build(*args, **kwargs)
 
-    # Repeated layers call with equal shapes: trace once.
-    key = (build, repr(constants), tuple(fake.layout_key(n.meta["val"]) for n in inputs))
+    # Repeated layers call with equal shapes: trace once. Which arguments are missing is part of it: a norm with a weight
+    # alone has the shapes of one with a bias alone.
+    layouts = [fake.layout_key(a.meta["val"]) if isinstance(a, fx.Node) else None for a in leaves]
+    key = (build, spec, repr(constants), tuple(layouts))
     if key not in traces:
         traces[key] = tracing.make_fx_decomposed(run, [n.meta["val"] for n in inputs], decompositions)
         traces[key].graph.eliminate_dead_code()

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mindspeed_fx  # noqa: F401  registers the operators
 from mindspeed_fx.kernels.lower import lower
+from tests.models import function_agrees
 
 swiglu = torch.ops.mindspeed.swiglu.default
 X, Y = (torch.randn(4, 8, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in range(2))
@@ -39,3 +40,14 @@ def test_operands_stay_apart(calls, shared):
     for got, pair in zip(gm(X, Y), calls):
         a, b = ((X, Y)[i] for i in pair)
         torch.testing.assert_close(got, torch.nn.functional.silu(a) * b)
+
+
+def test_calls_of_equal_shapes_with_other_arguments_missing():
+    """A norm with a bias alone and one with a weight alone are two traces."""
+    bias, weight = torch.rand(16).double(), torch.rand(16).double() + 0.5
+
+    def f(x):
+        y = torch.nn.functional.layer_norm(x, (16,), None, bias)
+        return torch.nn.functional.layer_norm(y * 2, (16,), weight, None)
+
+    function_agrees(f, torch.randn(3, 5, 16, dtype=torch.double, requires_grad=True))

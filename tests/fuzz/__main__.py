@@ -1,0 +1,44 @@
+"""``python -m tests.fuzz``: programs at random until the time is over, or one seed shown."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import warnings
+
+from .generate import generate
+from .runner import Tally, count, run_seed, script, shrink, told
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=5.0, help="when to begin no further program")
+    parser.add_argument("--seed", type=int, default=0, help="of the first program; the others follow")
+    parser.add_argument("--count", type=int, help="programs to run, whatever the time")
+    parser.add_argument("--codegen", choices=("eager", "inductor"), default="eager")
+    parser.add_argument("--show", action="store_true", help="print the program of --seed as a script and run nothing")
+    parser.add_argument("--no-shrink", action="store_true", help="print failures as they are")
+    parser.add_argument("--shrink-seconds", type=float, default=90.0)
+    options = parser.parse_args(arguments)
+    if options.show:
+        print(script(generate(options.seed, options.codegen)))
+        return 0
+    warnings.simplefilter("ignore")
+    tally, start, seed = Tally(), time.monotonic(), options.seed
+    while tally.programs < options.count if options.count else time.monotonic() - start < 60 * options.minutes:
+        case, verdict = run_seed(seed, options.codegen)
+        count(tally, case, verdict)
+        if verdict.failure:
+            whose = "torch's own backend too; " if verdict.theirs else ""
+            print(f"seed {seed}: {whose}{verdict.failure.kind}, {verdict.failure.where}: {verdict.failure.detail[:300]}", flush=True)
+            if not verdict.theirs and not options.no_shrink:
+                print(told(shrink(case, verdict.failure, options.shrink_seconds), verdict.failure), flush=True)
+        seed += 1
+    print(f"seeds {options.seed} to {seed - 1}, {time.monotonic() - start:.0f} s: {tally}")
+    print("rewrites:", ", ".join(f"{name} {n}" for name, n in tally.rewrites.most_common()) or "none")
+    return 1 if tally.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""What a compiled program must agree in with eager PyTorch, and how far it may be off.
+
+Values may differ by rounding alone. How much that is, the program itself tells: its reference runs in float64, twice with
+inputs and parameters moved by the rounding error of the coarsest type that it computes in; what that changes, times a
+factor, is allowed, and so is what eager PyTorch is off in that type. Types, shapes, which gradients are there and what was
+written into inputs must be equal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+import mindspeed_fx  # noqa: F401  registers the backend
+from mindspeed_fx.report import recorder
+
+from .generate import Case
+from .program import build, inputs_of, load
+
+FACTOR = 8.0
+"""Rewrites of a few operators may round differently in each: this often what one rounding of the inputs changes."""
+
+ILL = 0.5
+"""Tolerances over this part of a tensor's largest number say nothing: such a tensor is not compared."""
+
+
+@dataclass
+class Result:
+    """Tensors by name ("output 0", "gradient m3", "input x1"), None where there is no gradient."""
+
+    tensors: dict[str, torch.Tensor | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Failure:
+    kind: str
+    """"raised" or "differs"."""
+    where: str
+    detail: str
+
+    def same_as(self, other: Failure | None) -> bool:
+        if other is None or other.kind != self.kind:
+            return False
+        return self.kind == "differs" or self.detail.split(":")[0] == other.detail.split(":")[0]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    failure: Failure | None
+    compared: int = 0
+    """Tensors compared; 0 for a program that eager PyTorch does not run with other sizes."""
+    theirs: bool = False
+    """torch's own backend fails alike."""
+    rewrites: Counter[str] = field(default_factory=Counter)
+    """Pass -> what it rewrote."""
+
+
+def step(model, function, inputs, grad: str) -> Result:
+    """One call of ``function`` (the model, compiled or not) and its gradients."""
+    for p in model.parameters():
+        p.grad = None
+    result = Result()
+    with torch.no_grad() if grad == "no_grad" else contextlib.nullcontext():
+        outputs = function(*inputs)
+    if grad != "no_grad":
+        wanted = [o for o in outputs if o.requires_grad]
+        if wanted:
+            torch.autograd.backward(wanted, [_cotangent(o) for o in wanted])
+        for name, p in model.named_parameters():
+            result.tensors[f"gradient {name}"] = p.grad
+        for i, x in enumerate(inputs):
+            if x.is_floating_point():
+                result.tensors[f"gradient of input {i}"] = x.grad
+    for i, o in enumerate(outputs):
+        result.tensors[f"output {i}"] = o.detach()
+    for i, x in enumerate(inputs):
+        result.tensors[f"input {i}"] = x.detach()
+    return result
+
+
+def _cotangent(o: torch.Tensor) -> torch.Tensor:
+    return torch.linspace(0.5, 1.5, o.numel(), dtype=torch.float64).to(o.dtype).view(o.shape)
+
+
+def prepare(case: Case, space: dict, call: int, dtype: torch.dtype, moved: int | None = None):
+    """Model and inputs of a call; ``moved``: by one rounding error of the coarsest type, with signs of that seed."""
+    settings = case.settings
+    model = build(space, case.seed, getattr(torch, settings.dtype)).to(dtype)
+    sizes = case.program.sizes[0 if settings.dynamic is False else call % len(case.program.sizes)]
+    inputs = inputs_of(space, case.seed + call, sizes, getattr(torch, settings.dtype))
+    inputs = tuple(x.detach().to(dtype).requires_grad_() if x.is_floating_point() else x for x in inputs)
+    if moved is not None:
+        torch.manual_seed(moved)
+        with torch.no_grad():
+            for t in [*model.parameters(), *inputs]:
+                if t.is_floating_point():
+                    t.mul_(1 + case.finest * (2 * torch.rand_like(t) - 1))
+    if settings.grad == "frozen":
+        for p in list(model.parameters())[::2]:
+            p.requires_grad_(False)
+        inputs = tuple(x.detach() for x in inputs)
+    return model, inputs
+
+
+def judge(case: Case, backend: str = "mindspeed") -> Verdict:
+    """Compiles and runs the case; the first call that fails decides."""
+    with recorder.collecting() as records:
+        verdict = _judge(case, backend)
+    runs = [run for record in records for run in record.runs]
+    return dataclasses.replace(verdict, rewrites=Counter(run.report.name for run in runs for _ in run.report.rewrites))
+
+
+def _judge(case: Case, backend: str) -> Verdict:
+    torch._dynamo.reset()
+    space = load(case.program)
+    dtype = getattr(torch, case.settings.dtype)
+    compared, compiled, model = 0, None, None
+    for call in range(case.settings.calls):
+        try:
+            eager = step(*_doubled(prepare(case, space, call, dtype)), case.settings.grad)
+            reference = [
+                step(*_doubled(prepare(case, space, call, torch.float64, moved)), case.settings.grad) for moved in (None, 1, 2)
+            ]
+        except RuntimeError:  # its sizes are part of the program, or it cannot run in float64
+            return Verdict(None, compared)
+        fresh, inputs = prepare(case, space, call, dtype)
+        if compiled is None:
+            options = {} if backend != "mindspeed" else {"options": _options(case)}
+            model = fresh
+            compiled = torch.compile(model, backend=backend, dynamic=case.settings.dynamic, fullgraph=True, **options)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                actual = step(model, compiled, inputs, case.settings.grad)
+        except Exception as error:
+            failure = Failure("raised", f"call {call}", f"{type(error).__name__}: {str(error)[:600]}")
+            return Verdict(failure, compared)
+        failure, count = compare(actual, eager, reference, case)
+        compared += count
+        if failure:
+            return Verdict(Failure(failure.kind, f"call {call}, {failure.where}", failure.detail), compared)
+    return Verdict(None, compared)
+
+
+def _doubled(pair):
+    model, inputs = pair
+    return model, model, inputs
+
+
+def _options(case: Case) -> dict:
+    return {**case.settings.options, "strict": "enable" not in case.settings.options}
+
+
+def compare(actual: Result, eager: Result, reference: list[Result], case: Case) -> tuple[Failure | None, int]:
+    compared = 0
+    for name, ours in actual.tensors.items():
+        theirs = eager.tensors[name]
+        if (ours is None) != (theirs is None):
+            return Failure("differs", name, f"{'no gradient' if ours is None else 'a gradient'}, unlike eager"), compared
+        if ours is None or theirs is None:
+            continue
+        if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+            return Failure("differs", name, f"{ours.dtype} {tuple(ours.shape)} for {theirs.dtype} {tuple(theirs.shape)}"), compared
+        if not ours.is_floating_point():
+            if not torch.equal(ours, theirs):
+                return Failure("differs", name, "not equal"), compared
+            continue
+        exact, *others = (r.tensors[name] for r in reference)
+        if exact is None or exact.shape != ours.shape or not exact.numel():
+            continue
+        values = [t.double() for t in (ours, theirs, exact, *others) if t is not None]
+        if not all(bool(t.isfinite().all()) for t in values[1:]):
+            if not torch.equal(values[0].isnan(), values[1].isnan()):
+                return Failure("differs", name, "NaN in other places than eager"), compared
+            continue
+        ours, theirs, exact, *others = values
+        scale = exact.abs().max().item()
+        moved = max([(o - exact).abs().max().item() for o in others] or [0.0])
+        allowed = FACTOR * moved + 4 * (theirs - exact).abs().max().item() + FACTOR * case.finest * scale + 1e-13
+        if allowed > ILL * scale and scale > 1e-12:
+            continue
+        compared += 1
+        error = (ours - exact).abs().max().item()
+        if not error <= allowed:
+            return Failure("differs", name, f"off by {error:.3g}, allowed {allowed:.3g}, largest number {scale:.3g}"), compared
+    return None, compared

@@ -1,0 +1,117 @@
+"""Runs seeds, makes what fails small, and prints it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass
+
+from .generate import Case, generate
+from .minimize import minimize
+from .oracle import Failure, Verdict, judge
+from .program import indented
+
+BACKENDS = {"eager": "aot_eager", "inductor": "inductor"}
+"""codegen -> torch's own backend that does the same without our passes."""
+
+
+@dataclass
+class Tally:
+    programs: int = 0
+    compared: int = 0
+    incomparable: int = 0
+    """Programs of which no tensor was compared: ill-conditioned, or run with one size alone."""
+    theirs: int = 0
+    """Failures that torch's own backend shares."""
+    failures: list[tuple[Case, Failure]] = dataclasses.field(default_factory=list)
+    rewrites: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.programs} programs, {self.compared} tensors compared, {self.incomparable} programs with none, "
+            f"{self.theirs} failures of torch's own backend, {len(self.failures)} of ours"
+        )
+
+
+def run_seed(seed: int, codegen: str = "eager") -> tuple[Case, Verdict]:
+    case = generate(seed, codegen)
+    verdict = judge(case)
+    if verdict.failure:
+        own = judge(case, BACKENDS[codegen])
+        verdict = dataclasses.replace(verdict, theirs=own.failure is not None)
+    return case, verdict
+
+
+def count(tally: Tally, case: Case, verdict: Verdict) -> None:
+    tally.programs += 1
+    tally.compared += verdict.compared
+    tally.rewrites += verdict.rewrites
+    if verdict.failure and verdict.theirs:
+        tally.theirs += 1
+    elif verdict.failure:
+        tally.failures.append((case, verdict.failure))
+    elif not verdict.compared:
+        tally.incomparable += 1
+
+
+def shrink(case: Case, failure: Failure, seconds: float = 120.0) -> Case:
+    own = BACKENDS[case.settings.options["codegen"]]
+
+    def fails(smaller: Case) -> Failure | None:
+        verdict = judge(smaller)
+        if not verdict.failure or judge(smaller, own).failure:
+            return None
+        return verdict.failure
+
+    return minimize(case, failure, fails, seconds)
+
+
+def script(case: Case, failure: Failure | None = None) -> str:
+    """A file that runs by itself: the program, how it is compiled, and the comparison."""
+    s = case.settings
+    head = f"# seed {case.seed}" + (f": {failure.kind}, {failure.where}\n{_commented(failure.detail)}" if failure else "")
+    tail = f"""
+def run(function, model, inputs):
+    outputs = [o for o in {'function(*inputs)' if s.grad != 'no_grad' else 'torch.no_grad()(function)(*inputs)'}]
+    wanted = [o for o in outputs if o.requires_grad]
+    if wanted:
+        torch.autograd.backward(wanted, [torch.linspace(0.5, 1.5, o.numel()).to(o.dtype).view(o.shape) for o in wanted])
+    return [o.detach() for o in outputs] + [t.grad for t in (*model.parameters(), *inputs)]
+
+
+if __name__ == "__main__":
+    import mindspeed_fx
+
+    for call, sizes in enumerate({_calls(case)}):
+        results = []
+        for compiled in (False, True):
+            torch.manual_seed({case.seed})
+            model = Model().to(torch.{s.dtype})
+            torch.manual_seed({case.seed} + call)
+            inputs = [x.to(torch.{s.dtype}).requires_grad_({s.grad != 'frozen'}) if x.is_floating_point() else x for x in make_inputs(*sizes)]
+            for p in list(model.parameters())[::2] if {s.grad == 'frozen'} else ():
+                p.requires_grad_(False)
+            function = torch.compile(
+                model, backend="mindspeed", fullgraph=True, dynamic={s.dynamic}, options={s.options}
+            ) if compiled else model
+            results.append(run(function, model, inputs))
+        for i, (eager, ours) in enumerate(zip(*results)):
+            print(call, i, "none" if eager is None or ours is None else (eager.double() - ours.double()).abs().max().item(), eager is None, ours is None)
+"""
+    return f"{head}\n{case.program.text()}\n{tail}"
+
+
+def _calls(case: Case) -> list[tuple[int, int]]:
+    sizes = case.program.sizes
+    return [sizes[0 if case.settings.dynamic is False else i % len(sizes)] for i in range(case.settings.calls)]
+
+
+def _commented(text: str) -> str:
+    return "\n".join("# " + line for line in text.splitlines())
+
+
+def told(case: Case, failure: Failure) -> str:
+    s = case.settings
+    lines = case.program.text().split("class Model")[1].splitlines()
+    shown = "\n".join(line for line in ["class Model" + lines[0], *lines[1:]] if line.strip())
+    return f"seed {case.seed}: {failure.kind}, {failure.where}: {failure.detail}\n  {s}\n{indented(shown)}"
