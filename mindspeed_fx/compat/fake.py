@@ -9,6 +9,8 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
+from mindspeed_fx.compat import tracing
+
 # --------------------------------------------------------------------------- fake values
 
 
@@ -48,22 +50,25 @@ def hint(size: Any) -> int:
 
 
 def refresh_values(gm: fx.GraphModule) -> None:
-    """Recompute the fake value of every ATen call whose inputs' layout changed, so that strides stay true."""
+    """Recompute the fake value of every ATen call whose inputs' layout changed, so that strides stay true; under the
+    autocast that is in force there, which gives an ``einsum`` its dtype.
+    """
     stale: set[fx.Node] = set()
-    for node in gm.graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        old = node.meta.get("val")
-        if not isinstance(old, torch.Tensor) or node.target._schema.is_mutable:
-            continue
-        if not node.meta.get("fresh") and not any(a in stale for a in node.all_input_nodes):
-            continue
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        with fake_like(old), torch.no_grad():
-            new = node.target(*args, **kwargs)
-        if new.stride() != old.stride() or new.dtype != old.dtype or node.meta.pop("fresh", False):
-            node.meta["val"] = new
-            stale.add(node)
+    with tracing.following_autocast() as follow:
+        for node in gm.graph.nodes:
+            if node.op != "call_function" or follow(node) or not isinstance(node.target, torch._ops.OpOverload):
+                continue
+            old = node.meta.get("val")
+            if not isinstance(old, torch.Tensor) or node.target._schema.is_mutable:
+                continue
+            if not node.meta.get("fresh") and not any(a in stale for a in node.all_input_nodes):
+                continue
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            with fake_like(old), torch.no_grad():
+                new = node.target(*args, **kwargs)
+            if new.stride() != old.stride() or new.dtype != old.dtype or node.meta.pop("fresh", False):
+                node.meta["val"] = new
+                stale.add(node)
 
 
 def layout_key(value: Any) -> tuple:

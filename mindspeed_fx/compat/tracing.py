@@ -199,6 +199,29 @@ def switch_autocast(target: Any, args: tuple) -> Any:
     return None
 
 
+@contextlib.contextmanager
+def following_autocast() -> Iterator[Callable[[fx.Node], bool]]:
+    """A function that is called with each node of a graph in turn, and enters and leaves the graph's autocast regions;
+    it tells whether the node was such a switch. What is still entered at the end is left.
+    """
+    regions: dict[fx.Node, Any] = {}
+
+    def follow(node: fx.Node) -> bool:
+        if not is_autocast_switch(node.target):
+            return False
+        if node.target is torch.amp.autocast_mode._enter_autocast:
+            regions[node] = switch_autocast(node.target, node.args)
+        else:
+            switch_autocast(node.target, (regions.pop(node.args[0]),))
+        return True
+
+    try:
+        yield follow
+    finally:
+        for region in reversed(regions.values()):
+            region.__exit__(None, None, None)
+
+
 def is_autocast_active(device: str) -> bool:
     """Whether autocast casts operands on devices of this type."""
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)

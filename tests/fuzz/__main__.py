@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import time
 import warnings
@@ -25,13 +26,17 @@ def main(arguments: list[str] | None = None) -> int:
         print(script(generate(options.seed, options.codegen)))
         return 0
     warnings.simplefilter("ignore")
+    logging.getLogger("torch").setLevel(logging.CRITICAL)
     tally, start, seed = Tally(), time.monotonic(), options.seed
     while tally.programs < options.count if options.count else time.monotonic() - start < 60 * options.minutes:
         case, verdict = run_seed(seed, options.codegen)
         count(tally, case, verdict)
         if verdict.failure:
             whose = "torch's own backend too; " if verdict.theirs else ""
-            print(f"seed {seed}: {whose}{verdict.failure.kind}, {verdict.failure.where}: {verdict.failure.detail[:300]}", flush=True)
+            print(
+                f"seed {seed}: {whose}{verdict.failure.kind}, {verdict.failure.where}: {verdict.failure.detail[:300]}",
+                flush=True,
+            )
             if not verdict.theirs and not options.no_shrink:
                 print(told(shrink(case, verdict.failure, options.shrink_seconds), verdict.failure), flush=True)
         seed += 1

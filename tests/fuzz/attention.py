@@ -10,7 +10,10 @@ def attention(w: Writer, x: str) -> str:
     q, k, v = _heads(w, x, kv_heads)
     if w.random.random() < 0.2:
         eps = w.random.choice(["1e-5", "1e-6"])
-        q, k = (w.emit("{0} * torch.rsqrt({0}.pow(2).mean(-1, keepdim=True) + {1}) * {2}", t, eps, w.gain(HEAD_DIM)) for t in (q, k))
+        q, k = (
+            w.emit("{0} * torch.rsqrt({0}.pow(2).mean(-1, keepdim=True) + {1}) * {2}", t, eps, w.gain(HEAD_DIM))
+            for t in (q, k)
+        )
     if w.random.random() < 0.6:
         q, k = _rotated(w, q, k)
     if w.random.random() < 0.35:
@@ -21,7 +24,11 @@ def attention(w: Writer, x: str) -> str:
         y = w.emit("{} * torch.sigmoid({})", y, _split(w, w.linear(x, HIDDEN), HEADS))
     merged = w.emit(
         w.random.choice(
-            ["{}.transpose(1, 2).reshape(b, s, -1)", "{}.transpose(1, 2).contiguous().view(b, s, -1)", "{}.permute(0, 2, 1, 3).flatten(2)"]
+            [
+                "{}.transpose(1, 2).reshape(b, s, -1)",
+                "{}.transpose(1, 2).contiguous().view(b, s, -1)",
+                "{}.permute(0, 2, 1, 3).flatten(2)",
+            ]
         ),
         y,
     )
@@ -30,7 +37,11 @@ def attention(w: Writer, x: str) -> str:
 
 def _split(w: Writer, y: str, heads: int) -> str:
     text = w.random.choice(
-        ["{}.view(b, s, {}, {}).transpose(1, 2)", "{}.reshape(b, s, {}, {}).permute(0, 2, 1, 3)", "{}.unflatten(-1, ({}, {})).transpose(1, 2)"]
+        [
+            "{}.view(b, s, {}, {}).transpose(1, 2)",
+            "{}.reshape(b, s, {}, {}).permute(0, 2, 1, 3)",
+            "{}.unflatten(-1, ({}, {})).transpose(1, 2)",
+        ]
     )
     return w.emit(text, y, heads, HEAD_DIM)
 
@@ -51,7 +62,9 @@ def _heads(w: Writer, x: str, kv_heads: int) -> list[str]:
 def _rotated(w: Writer, q: str, k: str) -> list[str]:
     half = HEAD_DIM // 2
     base = w.random.choice(["10000.0", "100.0"])
-    angles = w.emit("torch.outer(torch.arange(s).float(), 1.0 / {} ** (torch.arange({}) / {})).to({}.dtype)", base, half, half, q)
+    angles = w.emit(
+        "torch.outer(torch.arange(s).float(), 1.0 / {} ** (torch.arange({}) / {})).to({}.dtype)", base, half, half, q
+    )
     kind = w.random.choice(["halves", "halves", "interleaved", "complex", "stacked", "partial"])
     if kind == "complex":
         wave = w.emit("torch.polar(torch.ones_like({0}), {0})", angles)
@@ -71,7 +84,12 @@ def _rotated(w: Writer, q: str, k: str) -> list[str]:
         return [w.emit(text, t, cos, sin) for t in (q, k)]
     both = w.emit("torch.cat(({0}, {0}), -1)", angles)
     cos, sin = (w.emit("{}.{}()[None, None]", both, f) for f in ("cos", "sin"))
-    sign = w.random.choice(["torch.cat((-{0}[..., {h}:], {0}[..., :{h}]), -1)", "torch.cat((-{0}.chunk(2, -1)[1], {0}.chunk(2, -1)[0]), -1)"])
+    sign = w.random.choice(
+        [
+            "torch.cat((-{0}[..., {h}:], {0}[..., :{h}]), -1)",
+            "torch.cat((-{0}.chunk(2, -1)[1], {0}.chunk(2, -1)[0]), -1)",
+        ]
+    )
     return [w.emit("({0} * {1}) + (" + sign.replace("{h}", str(half)) + " * {2})", t, cos, sin) for t in (q, k)]
 
 
@@ -94,7 +112,9 @@ def _library(w: Writer, q: str, k: str, v: str, kv_heads: int) -> str:
     if "{m}" in arguments[0]:
         arguments[0] = arguments[0].replace("{m}", _allowed(w))
     if "{a}" in arguments[0]:
-        arguments[0] = arguments[0].replace("{a}", w.emit("torch.zeros(s, s).masked_fill(~{}, float('-inf')).to({}.dtype)", _allowed(w), q))
+        arguments[0] = arguments[0].replace(
+            "{a}", w.emit("torch.zeros(s, s).masked_fill(~{}, float('-inf')).to({}.dtype)", _allowed(w), q)
+        )
     if w.random.random() < 0.3:
         arguments.append(f"scale={w.random.choice(['0.3', '1.0', '0.125'])}")
     if kv_heads != HEADS and w.random.random() < 0.5:
@@ -139,7 +159,12 @@ def _by_hand(w: Writer, q: str, k: str, v: str, kv_heads: int) -> str:
         slopes = w.emit("torch.tensor([0.5, 0.25, 0.125, 0.0625]).to({}.dtype)", q)
         scores = w.emit("{} - {}[:, None, None] * (torch.arange(s)[:, None] - torch.arange(s)).abs()", scores, slopes)
     if w.random.random() < 0.1:
-        scores = w.emit("{} + {}({}).permute(2, 0, 1)", scores, w.member(f"nn.Embedding(40, {HEADS})"), "(torch.arange(s)[:, None] - torch.arange(s)).abs()")
+        scores = w.emit(
+            "{} + {}({}).permute(2, 0, 1)",
+            scores,
+            w.member(f"nn.Embedding(40, {HEADS})"),
+            "(torch.arange(s)[:, None] - torch.arange(s)).abs()",
+        )
     scores = _masked(w, scores)
     weights = w.emit(
         w.random.choice(
@@ -153,13 +178,17 @@ def _by_hand(w: Writer, q: str, k: str, v: str, kv_heads: int) -> str:
         ),
         scores,
     )  # fmt: skip
-    return w.emit(w.random.choice(["{} @ {}", "torch.matmul({}, {})", 'torch.einsum("bhij,bhjd->bhid", {}, {})']), weights, v)
+    return w.emit(
+        w.random.choice(["{} @ {}", "torch.matmul({}, {})", 'torch.einsum("bhij,bhjd->bhid", {}, {})']), weights, v
+    )
 
 
 def _masked(w: Writer, scores: str) -> str:
     if w.random.random() < 0.15:
         return scores
-    low = w.random.choice(["float('-inf')", "torch.finfo({}.dtype).min", "-1e9", "-10000.0"]).format(scores)
+    numbers = ["float('-inf')", "torch.finfo({}.dtype).min", "-1e9", "-10000.0"]
+    # Scores of thousands would show through a mask that adds -10000, which is read as one that lets nothing through.
+    low = w.random.choice(numbers if w.largest(scores) < 50 else numbers[:2]).format(scores)
     text = w.random.choice(
         [
             "{0}.masked_fill(~{1}, {2})", "torch.where({1}, {0}, {2})", "{0} + torch.zeros_like({0}).masked_fill(~{1}, {2})",

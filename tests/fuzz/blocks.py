@@ -28,9 +28,9 @@ def rms_norm(w: Writer, x: str, width: int) -> str:
         v = w.emit("({0} * {0}).sum(-1, keepdim=True) / {1}", y, width)
         normed = w.emit("{} * ({} + {}).pow(-0.5)", y, v, eps)
     elif spelling == 3:
-        normed = w.emit("{0} / ({0}.norm(2, dim=-1, keepdim=True) * {1} + {2})", y, f"{width ** -0.5!r}", eps)
+        normed = w.emit("{0} / ({0}.norm(2, dim=-1, keepdim=True) * {1} + {2})", y, f"{width**-0.5!r}", eps)
     elif spelling == 4:
-        normed = w.emit("F.normalize({}, dim=-1) * {}", y, f"{width ** 0.5!r}")
+        normed = w.emit("F.normalize({}, dim=-1) * {}", y, f"{width**0.5!r}")
     elif spelling == 5:
         v = w.emit("torch.mean({} ** 2, dim=-1, keepdim=True)", y)
         normed = w.emit("torch.rsqrt({} + {}) * {}", v, eps, y)

@@ -59,7 +59,9 @@ def _settings(r: random.Random, codegen: str) -> Settings:
     elif r.random() < 0.2:
         options["recompute"] = r.choice(["none", "auto"])
     if r.random() < 0.2:
-        options["disable"] = [r.choice(["fusion.rms_norm", "fusion.attention", "fusion.rope", "canonicalize.*", "fusion.swiglu"])]
+        options["disable"] = [
+            r.choice(["fusion.rms_norm", "fusion.attention", "fusion.rope", "canonicalize.*", "fusion.swiglu"])
+        ]
     if r.random() < 0.15:
         options["enable"] = [r.choice(["fusion.merged_linear", "fusion.*", "recompute.pointwise"])]
     return Settings(
@@ -100,7 +102,8 @@ def _model(w: Writer) -> None:
     if w.random.random() < 0.7:
         x = w.attempt(norm, x) or x
     ending = w.random.choice([losses.loss, losses.number, losses.head])
-    last = losses.loss(w, x, labels, embedding) if ending is losses.loss else ending(w, x)
+    last = w.attempt(losses.loss, x, labels, embedding) if ending is losses.loss else ending(w, x)
+    last = last or losses.number(w, x)
     w.program.returns = [last]
     if w.random.random() < 0.4:
         _return(w, w.random.choice([1, 2]))

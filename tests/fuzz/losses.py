@@ -6,7 +6,11 @@ from .writer import HIDDEN, VOCAB, Writer
 
 
 def loss(w: Writer, x: str, labels: str, embedding: str | None) -> str:
-    logits = w.emit("{} @ {}.weight.t()", x, embedding) if embedding and w.random.random() < 0.3 else w.linear(x, VOCAB, bias=False)
+    logits = (
+        w.emit("{} @ {}.weight.t()", x, embedding)
+        if embedding and w.random.random() < 0.3
+        else w.linear(x, VOCAB, bias=False)
+    )
     if w.random.random() < 0.15:
         logits = w.emit("5.0 * torch.tanh({} / 5.0)", logits)
     if w.random.random() < 0.15:
@@ -36,7 +40,14 @@ def loss(w: Writer, x: str, labels: str, embedding: str | None) -> str:
 
 
 def number(w: Writer, x: str) -> str:
-    text = w.random.choice(["{}.mean()", "{}.pow(2).mean()", "F.mse_loss({0}, {0}.detach() * 0.5)", "F.smooth_l1_loss({0}, torch.zeros_like({0}))"])
+    text = w.random.choice(
+        [
+            "{}.mean()",
+            "{}.pow(2).mean()",
+            "F.mse_loss({0}, {0}.detach() * 0.5)",
+            "F.smooth_l1_loss({0}, torch.zeros_like({0}))",
+        ]
+    )
     return w.emit(text, x)
 
 

@@ -143,7 +143,9 @@ def written(w: Writer):
         w.emit("{} * 1.5", base)
     view = base
     if w.random.random() < 0.5:
-        view = w.emit(w.random.choice(["{}.mT", "{}[..., 1:]", "{}.flatten()", "{}[0]", "{}.unsqueeze(0)", "{}.detach()"]), base)
+        view = w.emit(
+            w.random.choice(["{}.mT", "{}[..., 1:]", "{}.flatten()", "{}[0]", "{}.unsqueeze(0)", "{}.detach()"]), base
+        )
     w.run(w.random.choice(WRITES).format(view))
     return w.emit("{} + 0.0", base)
 

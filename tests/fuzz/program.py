@@ -122,7 +122,7 @@ def _reads(body: list[Statement | Region]) -> list[str]:
     reads: list[str] = []
     for part in body:
         if isinstance(part, Region):
-            reads += [*_reads(part.body), *part.outs]
+            reads += [*_reads(part.body), *(part.outs if part.kind == "checkpoint" else ())]
         else:
             reads.append(part.text.partition(" = ")[2] if part.name else part.text)
     return reads

@@ -69,10 +69,12 @@ def shrink(case: Case, failure: Failure, seconds: float = 120.0) -> Case:
 def script(case: Case, failure: Failure | None = None) -> str:
     """A file that runs by itself: the program, how it is compiled, and the comparison."""
     s = case.settings
-    head = f"# seed {case.seed}" + (f": {failure.kind}, {failure.where}\n{_commented(failure.detail)}" if failure else "")
+    head = f"# seed {case.seed}" + (
+        f": {failure.kind}, {failure.where}\n{_commented(failure.detail)}" if failure else ""
+    )
     tail = f"""
 def run(function, model, inputs):
-    outputs = [o for o in {'function(*inputs)' if s.grad != 'no_grad' else 'torch.no_grad()(function)(*inputs)'}]
+    outputs = [o for o in {"function(*inputs)" if s.grad != "no_grad" else "torch.no_grad()(function)(*inputs)"}]
     wanted = [o for o in outputs if o.requires_grad]
     if wanted:
         torch.autograd.backward(wanted, [torch.linspace(0.5, 1.5, o.numel()).to(o.dtype).view(o.shape) for o in wanted])
@@ -88,8 +90,8 @@ if __name__ == "__main__":
             torch.manual_seed({case.seed})
             model = Model().to(torch.{s.dtype})
             torch.manual_seed({case.seed} + call)
-            inputs = [x.to(torch.{s.dtype}).requires_grad_({s.grad != 'frozen'}) if x.is_floating_point() else x for x in make_inputs(*sizes)]
-            for p in list(model.parameters())[::2] if {s.grad == 'frozen'} else ():
+            inputs = [x.to(torch.{s.dtype}).requires_grad_({s.grad != "frozen"}) if x.is_floating_point() else x for x in make_inputs(*sizes)]
+            for p in list(model.parameters())[::2] if {s.grad == "frozen"} else ():
                 p.requires_grad_(False)
             function = torch.compile(
                 model, backend="mindspeed", fullgraph=True, dynamic={s.dynamic}, options={s.options}

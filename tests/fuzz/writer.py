@@ -151,6 +151,9 @@ class Writer:
             self.body = outer
 
     def finite(self, name: str) -> bool:
-        value = self.value(name)
-        return bool(value.isfinite().all()) and float(value.detach().abs().max() if value.numel() else 0) < 1e4
+        return self.largest(name) < 1e4
 
+    def largest(self, name: str) -> float:
+        """The largest absolute value; infinite where something is not finite."""
+        value = self.value(name).detach()
+        return float("inf") if not value.isfinite().all() else float(value.abs().max()) if value.numel() else 0.0

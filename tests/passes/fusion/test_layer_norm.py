@@ -195,6 +195,7 @@ def partly_without_grad(x, w, b):
         (lambda x, w, b: (x - mean(x)) / (x.std(-1, keepdim=True) + 1e-6) * w + b, "standard deviation"),
         (lambda x, w, b: F.layer_norm(x, (3, 8), None, None) * w + b, "2 dimensions"),
         (partly_without_grad, "gradients off"),
+        (lambda x, w, b: (x - mean(x)) * torch.rsqrt(variance(x) - 1e-3) * w + b, "eps is negative (-0.001)"),
     ],
 )
 def test_near_misses_say_why(f, reason):

@@ -142,6 +142,7 @@ def test_half_precision_casts_are_absorbed():
         (lambda x, w: w * (x / (x.norm(2, dim=-1, keepdim=True) * 8**-0.5 + 1e-8)), "eps is added to the root mean "
                                                                                     "square"),
         (lambda x, w: x / (x.norm(dim=-1, keepdim=True) * 8**-0.5).clamp(min=1e-5) * w, "at least 1e-05"),
+        (lambda x, w: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) - 1e-3) * w, "eps is negative (-0.001)"),
     ],
 )  # fmt: skip
 def test_near_misses_say_why(f, reason):
@@ -163,3 +164,17 @@ def test_a_division_by_the_norm_alone_is_left():
 def test_something_else_is_left_alone():
     report = function_agrees(lambda x, y: x * torch.rsqrt(mean_square(y) + 1e-5), double(3, 8), double(3, 8))
     assert report.counts[NAME] == 0 and not report.skipped(NAME)
+
+
+def test_values_after_a_norm_of_another_layout_keep_the_dtype_of_autocast():
+    """The operator's result is laid out anew, and what follows is inferred again: an ``einsum`` under autocast too."""
+
+    def f(q, y, w):
+        with torch.autocast("cpu", torch.bfloat16):
+            k = y.unflatten(-1, (1, 4)).transpose(1, 2)
+            k = k * torch.rsqrt(k.pow(2).mean(-1, keepdim=True) + 1e-5) * w
+            return torch.einsum("bhid,bhjd->bhij", q, k.repeat_interleave(4, dim=1)) * 1.0
+
+    inputs = torch.randn(3, 4, 11, 4), torch.randn(3, 11, 4), torch.rand(4) + 0.5
+    report = function_agrees(f, *(t.requires_grad_() for t in inputs), tolerance=3e-2)
+    assert report.counts[NAME] == 1

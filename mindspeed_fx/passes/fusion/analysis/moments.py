@@ -54,6 +54,8 @@ class RootMoment(NamedTuple):
         """Why no operator computes this, None when one does with ``eps``."""
         name = "variance" if self.centered else "mean square"
         deviation = "standard deviation" if self.centered else "root mean square"
+        if self.eps < 0:
+            return f"eps is negative ({self.eps / self.scale:g}), the operator adds one to the {name}"
         if self.eps_outside:
             return f"eps is added to the {deviation}, the operator adds it to the {name}"
         if self.clamp_min**2 > self.eps and self.clamp_min > NEGLIGIBLE * self.scale**0.5:
