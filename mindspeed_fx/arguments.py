@@ -4,6 +4,7 @@ sizes in bytes, which options take too.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import os
 import re
@@ -132,6 +133,31 @@ def check_device_mesh(function: str, value: Any) -> None:
             value,
             "a DeviceMesh with named dimensions is expected: init_device_mesh(device, sizes, mesh_dim_names=names)",
         )
+
+
+VARIABLES = tuple(
+    f"MINDSPEED_FX_{name}"
+    for name in (
+        "OPTIONS DUMP COMPILE RESTORE_COMPILE SKIP_FLAGS DUMP_TENSORS DUMP_MODULES HARDWARE TOOLCHAIN TRITON STUB"
+    ).split()
+)
+"""Every variable of the environment that the package, its workers or its tests read."""
+
+
+def check_variables(environ: Mapping[str, str]) -> None:
+    """Refuses a variable that is nearly one of ours; another may be another program's.
+
+    Raises:
+        OptionError: with the nearest name.
+    """
+    start = "MINDSPEED_FX_"
+    for name in (n for n in environ if n.startswith(start) and n not in VARIABLES):
+        short = [v.removeprefix(start) for v in VARIABLES]
+        if close := difflib.get_close_matches(name.removeprefix(start), short, n=1, cutoff=0.7):
+            raise OptionError(
+                f"the environment has {name} = {environ[name]!r}, which nothing reads (did you mean "
+                f'"{start}{close[0]}"?); valid: {", ".join(VARIABLES)}'
+            )
 
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}

@@ -65,7 +65,8 @@ def write(record: GraphRecord, directory: str) -> pathlib.Path:
         )
         _write(root / "index.html", index_page(_metadata_of(root, [g.parent for g in graphs])))
     except OSError as e:
-        raise OSError(f'option "dump": cannot write to {directory!r}: {e}') from e
+        why = "; a directory that can be written, or made, is expected"
+        raise OSError(f'option "dump": cannot write to {directory!r}: {e}{why}') from e
     return folder
 
 
