@@ -104,6 +104,8 @@ def register(hw: Hardware, replace: bool = False) -> Hardware:
     Raises:
         OptionError: the name is taken and ``replace`` is not set.
     """
+    if not isinstance(hw, Hardware):
+        raise OptionError(f"register: hw is {hw!r}; a Hardware is expected, as in dataclasses.replace(hardware(...))")
     if canonical(hw.name) and not replace:
         raise OptionError(f'hardware "{hw.name}" is there already; register(..., replace=True) replaces it')
     _tables()[0][canonical(hw.name) or hw.name] = hw

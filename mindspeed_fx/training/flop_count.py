@@ -22,6 +22,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from mindspeed_fx import arguments
 from mindspeed_fx.compat import dispatcher
 from mindspeed_fx.cost.read import Call, call_of, read
 
@@ -140,6 +141,7 @@ class FlopCount:
     """
 
     def __init__(self, eager: bool = False) -> None:
+        arguments.check_bool("FlopCount", "eager", eager)
         self.model = self.hardware = 0
         self.uncounted: list[str] = []
         self._eager, self._open = eager, contextlib.ExitStack()

@@ -26,6 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from mindspeed_fx import arguments
+from mindspeed_fx.errors import nearest
 from mindspeed_fx.training.profile import find_rank
 
 INDEX = "index.jsonl"
@@ -49,6 +51,11 @@ def dump_tensors(
         ValueError: no module has such a name; with ``compiled``, none that matches is a compiled one.
         FileExistsError: the folder has a dump of the same names.
     """
+    arguments.check_module("dump_tensors", model)
+    arguments.check_folder("dump_tensors", "folder", folder)
+    arguments.check_text("dump_tensors", "modules", modules, "names or globs, joined by commas, are expected")
+    arguments.check_bool("dump_tensors", "compiled", compiled)
+    arguments.check_text("dump_tensors", "prefix", prefix, "a text is expected")
     globs = [glob.strip() for glob in modules.split(",")]
     named = {(prefix + name.replace(WRAPPER, "")).removesuffix("._orig_mod"): m for name, m in model.named_modules()}
     named.pop("_orig_mod", None)
@@ -57,7 +64,9 @@ def dump_tensors(
     if compiled:
         chosen = {n: m for n, m in chosen.items() if _is_compiled(m)}
     if not chosen:
-        raise ValueError(f"modules is {modules!r}: no {'compiled ' * compiled}module has such a name")
+        kind = "compiled " * compiled
+        close = nearest(modules, [n.removeprefix(prefix) for n in named])
+        raise ValueError(f"dump_tensors: modules is {modules!r}: no {kind}module has such a name{close}")
     writer = _Writer(Path(folder) / f"rank{find_rank()}")
     with contextlib.ExitStack() as stack:
         if in_graphs and not compiled:

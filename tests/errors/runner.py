@@ -76,7 +76,7 @@ def table(rows: list[Row]) -> Callable[..., None]:
 
 
 def catch(wrong: Row, monkeypatch: pytest.MonkeyPatch) -> str | Exception:
-    """The error of a call, out of what torch.compile wraps it in; a text where there is none, or one of another class."""
+    """The error of a call, without what torch.compile wraps it in; a text where there is none."""
     try:
         result = _call(wrong, monkeypatch)
     except Exception as error:

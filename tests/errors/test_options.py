@@ -149,7 +149,13 @@ ROWS = [
         "mode='max-autotune'",
         'options={"inductor"',
     ),
-    row("data_parallel without a group", compiled(data_parallel="world"), '"data_parallel" is', "'world'", "init_process_group"),
+    row(
+        "data_parallel without a group",
+        compiled(data_parallel="world"),
+        '"data_parallel" is',
+        "'world'",
+        "init_process_group",
+    ),
     row("optimizer without an optimizer", compiled(optimizer="backward"), '"backward"', "step_in_backward(optimizer)"),
     row("recompute: a glob of no module", compiled(recompute={"norms": "save"}, strict=True), '"norms"', '"norm"'),
     row("dump into a file", lambda: compiled(dump=file("dump", "x"))(), '"dump"', "'dump'", "directory", error=OSError),
@@ -160,7 +166,7 @@ ROWS = [
         "rewrote nothing",
         error=PassError,
     ),
-]  # fmt: skip
+]
 
 test_options = table(ROWS)
 
