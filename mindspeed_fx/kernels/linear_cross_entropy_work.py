@@ -98,7 +98,8 @@ def work(
 
 
 def onednn(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype == torch.float32 and a.device.type == "cpu" and dispatcher.onednn_beats_blas()
+    is_float = a.dtype == b.dtype == torch.float32 and a.device.type == "cpu"
+    return is_float and a.shape[1] > 0 and dispatcher.onednn_beats_blas()
 
 
 # --------------------------------------------------------------------------- Triton

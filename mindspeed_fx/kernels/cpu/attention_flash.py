@@ -109,7 +109,7 @@ def attention_flash(
     Returns:
         out [batch, heads, q_seq, v_dim] stored as [batch, q_seq, heads, v_dim]; lse [batch, heads, q_seq].
     """
-    if supports(q, k, v, mask) or (kernel := cpp.function("attention_forward")) is None:
+    if is_empty(q, k, v) or supports(q, k, v, mask) or (kernel := cpp.function("attention_forward")) is None:
         return attention.attention.reference(q, k, v, mask, causal, scale, window, softcap, sinks)
     q, k, v = (_rows(x) for x in (q, k, v))
     out, lse = _fake(q, k, v, causal, scale)
@@ -134,7 +134,8 @@ def attention_flash_backward(grad, q, k, v, out, lse, causal, scale, window=0, s
     """Gradients (dq, dk, dv) of :func:`attention_flash`, each shaped as its input, stored as [batch, seq, heads,
     dim].
     """
-    if supports(q, k, v, mask) or grad.dtype != q.dtype or (kernel := cpp.function("attention_backward")) is None:
+    is_served = not is_empty(grad, q, k, v) and not supports(q, k, v, mask) and grad.dtype == q.dtype
+    if not is_served or (kernel := cpp.function("attention_backward")) is None:
         return attention.attention_backward.reference(grad, q, k, v, out, lse, mask, causal, scale, window, softcap)
     grad, q, k, v, out = (_rows(x) for x in (grad, q, k, v, out))
     dq, dk, dv = _fake_backward(grad, q, k, v, out, lse, causal, scale)
@@ -151,6 +152,11 @@ def attention_flash_backward(grad, q, k, v, out, lse, causal, scale, window=0, s
     for one, total in zip(wide, (dk, dv)):
         total.copy_(one.unflatten(1, (total.shape[1], -1)).sum(2) if shared else one)
     return dq, dk, dv
+
+
+def is_empty(*tensors: Tensor) -> bool:
+    """Whether one has no elements, of which small products cannot be made; sizes are numbers here."""
+    return any(x.numel() == 0 for x in tensors)
 
 
 def _rows(x: Tensor) -> Tensor:
