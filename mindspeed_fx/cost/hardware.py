@@ -129,7 +129,11 @@ def detect(target: str) -> tuple[str | None, str]:
     except RuntimeError as e:
         return None, f"the {target} driver does not say its name ({e}); give it: {example}"
     if table is not None:
-        return _add(table), ""
+        try:
+            return _add(table), ""
+        except ValueError as e:  # of another version of the package, with other names
+            path = calibrated.path_of(table.target, table.device)
+            warnings.warn(f"{path} cannot be used: {e}; the documented table is taken", stacklevel=3)
     result = documented(target)
     return (
         (result, "")

@@ -16,6 +16,7 @@ import contextlib
 import fnmatch
 import functools
 import json
+import re
 import warnings
 from collections import Counter
 from dataclasses import dataclass
@@ -171,10 +172,17 @@ def _read(folder: Path) -> dict[tuple, Path]:
     if not any(folder.glob(f"rank*/{INDEX}")):
         raise FileNotFoundError(f"{folder} holds no dump of tensors (rank*/{INDEX})")
     return {
-        (rank.name, row["module"], row["kind"], row["call"], row["output"]): rank / row["file"]
+        (rank.name, row["module"], row["kind"], row["call"], row["output"]): rank / _plain_name(row["file"], rank)
         for rank in sorted(folder.glob("rank*"))
         for row in _rows(rank)
     }
+
+
+def _plain_name(file: str, folder: Path) -> str:
+    """A file's name that an index has: of a file of that folder."""
+    if not re.fullmatch(r"\d+\.pt", file):
+        raise ValueError(f"{folder / INDEX} names {file!r}; valid: names of files that dump_tensors writes, NUMBER.pt")
+    return file
 
 
 def compare_tensors(name: str, x: Tensor, y: Tensor, rtol: float, atol: float) -> Difference:
