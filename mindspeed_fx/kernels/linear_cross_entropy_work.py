@@ -188,7 +188,8 @@ class InCpp(Linear):
             lambda t: ctypes.c_void_p(None if t is None else t.data_ptr()),
             ctypes.c_float,
         )
-        cpp.function("cross_entropy")(
+        cpp.call(
+            "cross_entropy",
             size(logits.shape[0]),
             size(logits.shape[1]),
             data(logits),
