@@ -67,4 +67,6 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     if name == "passes":
         return importlib.import_module(f"{__name__}.passes")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from mindspeed_fx.errors import nearest
+
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{nearest(name, __all__)}")

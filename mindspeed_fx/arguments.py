@@ -4,6 +4,8 @@ sizes in bytes, which options take too.
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import inspect
 import os
 import re
@@ -90,9 +92,61 @@ def check_seconds(function: str, name: str, value: Any) -> None:
         refuse(function, name, value, "seconds above 0 are expected, or None")
 
 
-def check_bool(function: str, name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        refuse(function, name, value, "True or False is expected")
+def check_bool(function: str, name: str, value: Any, optional: bool = False) -> None:
+    if not isinstance(value, bool) and not (optional and value is None):
+        refuse(function, name, value, f"True{', False or None' if optional else ' or False'} is expected")
+
+
+def check_text(function: str, name: str, value: Any, expected: str) -> None:
+    if not isinstance(value, str):
+        refuse(function, name, value, expected)
+
+
+def check_folder(function: str, name: str, value: Any) -> None:
+    """A directory that is there, or can be made."""
+    if not isinstance(value, (str, os.PathLike)) or not str(value):
+        refuse(function, name, value, "a directory is expected")
+    if os.path.exists(value) and not os.path.isdir(value):
+        refuse(function, name, os.fspath(value), "a directory is expected, and this is a file")
+
+
+def check_instance(function: str, name: str, value: Any, kinds: Any, expected: str) -> None:
+    if not isinstance(value, kinds):
+        refuse(function, name, value, expected)
+
+
+def check_fields(what: str, value: Any, least: Mapping[str, int], choices: Mapping[str, Sequence[Any]]) -> None:
+    """The numbers, switches and words of a dataclass.
+
+    Args:
+        least: smallest number of a field, 0 where it is not named.
+        choices: values of a field that has a few.
+    """
+    for field in dataclasses.fields(value):
+        name, own = field.name, getattr(value, field.name)
+        if valid := choices.get(name):
+            if isinstance(own, bool) or own not in valid:
+                close = nearest(own, valid) if isinstance(own, str) and isinstance(valid[0], str) else ""
+                refuse(what, name, own, f"valid: {', '.join(map(str, valid))}{close}")
+        elif field.type == "int":
+            check_whole(what, name, own, least=least.get(name, 0))
+        elif field.type == "bool":
+            check_bool(what, name, own)
+        elif field.type == "float" and not (type(own) in (int, float) and 0 <= own <= 1):
+            refuse(what, name, own, "a share from 0 to 1 is expected")
+
+
+def check_names(what: str, values: Any, kind: type) -> None:
+    """``values`` is a mapping from fields of a dataclass, and has those without a default."""
+    fields = dataclasses.fields(kind)
+    known = [f.name for f in fields]
+    if not isinstance(values, Mapping):
+        raise ArgumentError(f"{what} is {format_value(values)}; a mapping is expected, with some of {', '.join(known)}")
+    for name in (n for n in values if n not in known):
+        raise ArgumentError(f"{what} has no {name!r}{nearest(str(name), known)}; valid: {', '.join(known)}")
+    needed = [f.name for f in fields if f.default is dataclasses.MISSING and f.name not in values]
+    if needed:
+        raise ArgumentError(f"{what} lacks {', '.join(needed)}; it has {', '.join(map(str, values)) or 'nothing'}")
 
 
 def check_word(function: str, name: str, value: Any, valid: Sequence[str]) -> None:
@@ -132,6 +186,31 @@ def check_device_mesh(function: str, value: Any) -> None:
             value,
             "a DeviceMesh with named dimensions is expected: init_device_mesh(device, sizes, mesh_dim_names=names)",
         )
+
+
+VARIABLES = tuple(
+    f"MINDSPEED_FX_{name}"
+    for name in (
+        "OPTIONS DUMP COMPILE RESTORE_COMPILE SKIP_FLAGS DUMP_TENSORS DUMP_MODULES HARDWARE TOOLCHAIN TRITON STUB"
+    ).split()
+)
+"""Every variable of the environment that the package, its workers or its tests read."""
+
+
+def check_variables(environ: Mapping[str, str]) -> None:
+    """Refuses a variable that is nearly one of ours; another may be another program's.
+
+    Raises:
+        OptionError: with the nearest name.
+    """
+    start = "MINDSPEED_FX_"
+    for name in (n for n in environ if n.startswith(start) and n not in VARIABLES):
+        short = [v.removeprefix(start) for v in VARIABLES]
+        if close := difflib.get_close_matches(name.removeprefix(start), short, n=1, cutoff=0.7):
+            raise OptionError(
+                f"the environment has {name} = {environ[name]!r}, which nothing reads (did you mean "
+                f'"{start}{close[0]}"?); valid: {", ".join(VARIABLES)}'
+            )
 
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}

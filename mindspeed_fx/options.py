@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Mapping
 
-from mindspeed_fx.arguments import parse_bytes
+from mindspeed_fx.arguments import check_variables, parse_bytes
 from mindspeed_fx.errors import OptionError, nearest
 
 LEVELS = (0, 1, 2)
@@ -30,6 +30,9 @@ CHECKS = ("off", "each")
 
 
 OPTIMIZERS = ("backward",)
+
+
+OPTIONS_VARIABLE, DUMP_VARIABLE = "MINDSPEED_FX_OPTIONS", "MINDSPEED_FX_DUMP"
 
 
 @dataclass(frozen=True)
@@ -135,8 +138,9 @@ class Options:
             if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
                 raise OptionError(f'option "{name}" takes a list of pass names or globs, not {value!r}')
             object.__setattr__(self, name, tuple(value))
-        if not isinstance(self.strict, bool):
-            raise OptionError(f'option "strict" takes True or False, not {self.strict!r}')
+        for name in ("strict", "certify", "count_flops", "offload"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f'option "{name}" takes True or False, not {getattr(self, name)!r}')
         if self.dump is not None:
             if not isinstance(self.dump, (str, os.PathLike)) or not str(self.dump):
                 raise OptionError(f'option "dump" takes a directory, not {self.dump!r}')
@@ -148,8 +152,6 @@ class Options:
         object.__setattr__(self, "memory_budget", _budget(self.memory_budget))
         _check_recompute(self.recompute, self.memory_budget, self.offload)
         _check_offload(self)
-        if not isinstance(self.certify, bool):
-            raise OptionError(f'option "certify" takes True or False, not {self.certify!r}')
         if self.certify and self.memory_budget is None:
             raise OptionError(
                 'option "certify" is True, but there is no plan to certify: "memory_budget" is None; give one'
@@ -179,9 +181,15 @@ class Options:
                 f'options is {arguments!r}; a mapping from names of options is expected, as in {{"level": 1}}'
             )
         environ = os.environ if environ is None else environ
-        merged = _from_environment(environ)
-        merged.update(_check_known(dict(arguments or {}), "options"))
-        return cls(**merged)
+        own, arguments = _from_environment(environ), _check_known(dict(arguments or {}), "options")
+        try:
+            return cls(**{**own, **arguments})
+        except OptionError as error:
+            named = re.match(r'option "(\w+)"', str(error))
+            if named and named[1] in own and named[1] not in arguments:
+                variable = DUMP_VARIABLE if named[1] == "dump" else OPTIONS_VARIABLE
+                raise OptionError(f"{error} (by the environment's {variable})") from None
+            raise
 
     def resolve(self, device: str) -> "Options":
         """The same options with "auto" replaced by what it means for inputs on ``device`` ("cpu", "cuda", "npu"), and
@@ -229,7 +237,7 @@ def environment(arguments: Mapping[str, Any], environ: Mapping[str, str] | None 
     """Environment variables that give a process the options it has from ``environ`` with ``arguments`` over them."""
     values = {**_from_environment(os.environ if environ is None else environ), **arguments}
     dump = values.pop("dump", None)
-    return {"MINDSPEED_FX_OPTIONS": json.dumps(values), "MINDSPEED_FX_DUMP": os.fspath(dump) if dump else ""}
+    return {OPTIONS_VARIABLE: json.dumps(values), DUMP_VARIABLE: os.fspath(dump) if dump else ""}
 
 
 def _one_of(name: str, value: Any, valid: tuple) -> None:
@@ -251,10 +259,19 @@ def json_object(name: str, text: str) -> dict[str, Any]:
     """The JSON object that ``text`` is.
 
     Raises:
-        OptionError: it is none; the message begins with ``name``.
+        OptionError: it is none, or has a name twice; the message begins with ``name``.
     """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        results: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in results:
+                raise OptionError(f'{name} has "{key}" twice, as {results[key]!r} and {value!r}; once is expected')
+            results[key] = value
+        return results
+
     try:
-        values = json.loads(text)
+        values = json.loads(text, object_pairs_hook=unique)
     except json.JSONDecodeError as e:
         raise OptionError(f"{name} is not JSON ({e}): {text!r}") from None
     if not isinstance(values, dict):
@@ -263,12 +280,13 @@ def json_object(name: str, text: str) -> dict[str, Any]:
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    check_variables(environ)
     values: dict[str, Any] = {}
-    text = environ.get("MINDSPEED_FX_OPTIONS", "").strip()
+    text = environ.get(OPTIONS_VARIABLE, "").strip()
     if text:
-        values = _check_known(json_object("MINDSPEED_FX_OPTIONS", text), "MINDSPEED_FX_OPTIONS")
-    if environ.get("MINDSPEED_FX_DUMP"):
-        values["dump"] = environ["MINDSPEED_FX_DUMP"]
+        values = _check_known(json_object(OPTIONS_VARIABLE, text), OPTIONS_VARIABLE)
+    if environ.get(DUMP_VARIABLE):
+        values["dump"] = environ[DUMP_VARIABLE]
     return values
 
 
@@ -293,8 +311,6 @@ def _is_size(value: Any) -> bool:
 
 
 def _check_offload(options: Options) -> None:
-    if not isinstance(options.offload, bool):
-        raise OptionError(f'option "offload" takes True or False, not {options.offload!r}')
     if options.offload and options.memory_budget is None:
         raise OptionError(
             'option "offload" is True, but what is moved to host memory is planned for a "memory_budget", which is '
@@ -371,8 +387,14 @@ def _check_inductor(value: Any) -> None:
         for key in value:
             if key not in valid:
                 raise OptionError(f'option "inductor" has an unknown entry "{key}"{nearest(str(key), valid)}')
-            if isinstance(valid[key], bool) != isinstance(value[key], bool) and isinstance(valid[key], (bool, int)):
-                raise OptionError(
-                    f'option "inductor" has {key} = {value[key]!r}; it takes '
-                    f"{'True or False' if isinstance(valid[key], bool) else 'a number'}"
-                )
+            kind = next((k for k in _KINDS if isinstance(valid[key], k)), None)
+            if kind and value[key] is not None and not _is_kind(value[key], kind):
+                raise OptionError(f'option "inductor" has {key} = {value[key]!r}; it takes {_KINDS[kind]}')
+
+
+_KINDS = {bool: "True or False", (int, float): "a number", str: "a text"}
+"""Types of entries whose default shows them -> what they take."""
+
+
+def _is_kind(value: Any, kind: Any) -> bool:
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))

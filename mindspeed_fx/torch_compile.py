@@ -7,6 +7,8 @@ from typing import Any, Callable
 
 import torch
 
+from mindspeed_fx import arguments
+
 
 def compile(
     model: Callable, *, options: dict[str, Any] | None = None, fullgraph: bool = False, dynamic: bool | None = None
@@ -17,7 +19,15 @@ def compile(
         model: module or function.
         options: see :class:`mindspeed_fx.options.Options`.
         fullgraph, dynamic: as in ``torch.compile``.
+
+    Raises:
+        ArgumentError: no module or function, options that are no mapping, a switch that is none. What is wrong with an
+            option is said when the first graph is compiled.
     """
+    arguments.check_callable("compile", "model", model)
+    arguments.check_options("compile", options)
+    arguments.check_bool("compile", "fullgraph", fullgraph)
+    arguments.check_bool("compile", "dynamic", dynamic, optional=True)
     return compile_with_backend(model, options=options, fullgraph=fullgraph, dynamic=dynamic)
 
 

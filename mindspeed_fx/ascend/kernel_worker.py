@@ -8,13 +8,13 @@ FOLDER is triton-ascend's, which is also on the path. REQUEST: {"soc", "calls": 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import json
 import os
 import pathlib
 import sys
-import tempfile
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 from mindspeed_fx.ascend import bishengir, frontend
 from mindspeed_fx.kernels import REGISTRY, triton
 from mindspeed_fx.kernels.triton import generate, launch, tiles
+from mindspeed_fx.private_files import write_whole
 
 
 class Compiler:
@@ -31,7 +32,8 @@ class Compiler:
     def __init__(self, folder: str, soc: str):
         self.program, self.soc = bishengir.compiler(folder), soc
         self.cache = pathlib.Path(folder, "compiled")
-        self.cache.mkdir(exist_ok=True)
+        with contextlib.suppress(OSError):
+            self.cache.mkdir(exist_ok=True)
         sources = [pathlib.Path(m.__file__).read_bytes() for m in (bishengir, frontend)]
         self.identity = [bishengir.version(self.program), soc, hashlib.sha256(b"".join(sources)).hexdigest()]
 
@@ -92,8 +94,8 @@ class Compiler:
     def _start(self, pool: ThreadPoolExecutor, kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> Future:
         parts = (self.identity, kernel.__name__, kernel.cache_key, sorted(types.items()), sorted(constants.items()))
         stored = self.cache / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}.json"
-        if stored.is_file():
-            return pool.submit(lambda: json.loads(stored.read_text()))
+        if (row := _read_row(stored)) is not None:
+            return pool.submit(lambda: row)
         try:
             text, cores = frontend.lower(kernel, types, constants, self.soc)
         except frontend.FrontendError as e:
@@ -111,10 +113,18 @@ class Compiler:
 
     def _finish(self, stored: pathlib.Path, text: str, cores: str) -> dict[str, Any]:
         row = {**bishengir.compile_linalg(self.program, text, self.soc), "cores": cores}
-        with tempfile.NamedTemporaryFile("w", dir=self.cache, delete=False) as file:
-            json.dump(row, file)
-        os.replace(file.name, stored)
+        with contextlib.suppress(OSError):  # a full disk, or a tool chain that is read alone: compiled anew next time
+            write_whole(stored, json.dumps(row), 0o644)
         return row
+
+
+def _read_row(stored: pathlib.Path) -> dict[str, Any] | None:
+    """What was kept of a kernel; None where there is nothing, or not the whole of it."""
+    try:
+        row = json.loads(stored.read_text())
+    except (OSError, ValueError):
+        return None
+    return row if isinstance(row, dict) and {"outcome", "message", "on_chip", "work", "cores"} <= row.keys() else None
 
 
 def launches(

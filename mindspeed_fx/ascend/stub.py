@@ -88,8 +88,11 @@ def build(package: pathlib.Path, soc: str, devices: int) -> pathlib.Path:
     key = hashlib.sha256(repr((binary.st_size, binary.st_mtime_ns, soc, devices, sources)).encode()).hexdigest()[:12]
     folder = package.parent / "stubs" / f"{soc}-{key}"
     if not folder.is_dir():
-        folder.parent.mkdir(exist_ok=True)
-        scratch = tempfile.mkdtemp(dir=folder.parent, prefix=".")
+        try:
+            folder.parent.mkdir(exist_ok=True)
+            scratch = tempfile.mkdtemp(dir=folder.parent, prefix=".")
+        except OSError as e:
+            raise StubError(f"the stubs of CANN cannot be built in {folder.parent}: {e.strerror}") from None
         try:
             _compile(package, pathlib.Path(scratch), soc, devices)
             os.rename(scratch, folder)

@@ -23,7 +23,9 @@ import time
 from dataclasses import dataclass
 from typing import Any, Callable, Iterable
 
+from mindspeed_fx.ascend.wheel_hashes import HASHES
 from mindspeed_fx.errors import nearest
+from mindspeed_fx.private_files import distrust, make_private, write_whole
 
 VARIABLE = "MINDSPEED_FX_TOOLCHAIN"
 _MARK = "mindspeed_fx.json"
@@ -81,6 +83,11 @@ def root(directory: str | os.PathLike | None = None) -> pathlib.Path:
     return pathlib.Path(cache, "mindspeed_fx", "toolchain")
 
 
+def _is_named(directory: str | os.PathLike | None) -> bool:
+    """Whether the user says where the tool chain is."""
+    return bool(directory or os.environ.get(VARIABLE))
+
+
 def path(name: str, directory: str | os.PathLike | None = None) -> pathlib.Path:
     """The folder of an installed component, for the path of a process of its own.
 
@@ -89,7 +96,10 @@ def path(name: str, directory: str | os.PathLike | None = None) -> pathlib.Path:
     """
     component = _component([name])[0]
     folder = root(directory) / component.folder
-    if not (folder / _MARK).is_file():
+    for place in (folder.parent, folder):
+        if reason := distrust(place, _is_named(directory)):
+            raise ToolchainError(f"what is installed there is not run: {reason}")
+    if _read_mark(folder) is None:
         where = f" --dir {directory}" if directory else ""
         raise ToolchainError(
             f"{component.packages[0]} is not installed in {folder.parent}; run: mindspeed-fx toolchain install{where}"
@@ -121,8 +131,8 @@ def status(directory: str | os.PathLike | None = None, names: Iterable[str] = ()
             "folder": str(folder),
             "installed": False,
         }
-        if (folder / _MARK).is_file():
-            row.update(json.loads((folder / _MARK).read_text()), installed=True)
+        if (mark := _read_mark(folder)) is not None:
+            row.update(mark, installed=True)
         rows.append(row)
     return rows
 
@@ -143,13 +153,22 @@ def install(
     where = root(directory)
     for component in _component(names):
         folder = where / component.folder
-        if (folder / _MARK).is_file():
+        if _read_mark(folder) is not None:
             log(f"{component.name}: there already, {folder}")
             continue
         log(f"{component.name}: installing {', '.join(component.packages)}")
-        row = _install(component, where)
+        row = _install(component, where, _is_named(directory))
         log(f"{component.name}: {row['bytes'] / 2**20:.0f} MiB in {row['seconds']:.0f} s, {folder}")
     return status(directory, names)
+
+
+def _read_mark(folder: pathlib.Path) -> dict[str, Any] | None:
+    """What an installation says when it is complete; None where there is none, or not a whole one."""
+    try:
+        mark = json.loads((folder / _MARK).read_text())
+    except (OSError, ValueError):
+        return None
+    return mark if isinstance(mark, dict) else None
 
 
 def _component(names: Iterable[str]) -> tuple[Component, ...]:
@@ -160,11 +179,11 @@ def _component(names: Iterable[str]) -> tuple[Component, ...]:
     return tuple(known[n] for n in names) or tuple(known.values())
 
 
-def _install(component: Component, where: pathlib.Path) -> dict[str, Any]:
+def _install(component: Component, where: pathlib.Path, is_named: bool) -> dict[str, Any]:
     if importlib.util.find_spec("pip") is None:
         raise ToolchainError(f"{sys.executable} has no pip; install it there (python -m ensurepip)")
     try:
-        where.mkdir(parents=True, exist_ok=True)
+        where.mkdir(parents=True, exist_ok=True) if is_named else make_private(where)
         scratch = pathlib.Path(tempfile.mkdtemp(dir=where, prefix=f".{component.name}-"))
     except OSError as e:
         raise ToolchainError(f"cannot write to {where}: {e.strerror}") from None
@@ -184,12 +203,19 @@ def _install(component: Component, where: pathlib.Path) -> dict[str, Any]:
             "-q",
             "--disable-pip-version-check",
             "--no-deps",
+            "--require-hashes",
             "--only-binary",
             ":all:",
             "--target",
             str(scratch),
         ]
-        done = subprocess.run([*command, *component.packages], env=environment, capture_output=True, text=True)
+        wheels = scratch.with_name(f"{scratch.name}.txt")
+        write_whole(wheels, _requirements(component))
+        try:
+            command += ["-r", str(wheels)]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        finally:
+            wheels.unlink()
         if done.returncode:
             raise ToolchainError(_explain(component, done.stderr))
         for tool in scratch.glob("ascendnpuir/bin/*"):
@@ -197,21 +223,29 @@ def _install(component: Component, where: pathlib.Path) -> dict[str, Any]:
         size = sum(f.stat().st_size for f in scratch.rglob("*") if f.is_file())
         row = {"packages": list(component.packages), "bytes": size, "seconds": round(time.perf_counter() - start, 1)}
         (scratch / _MARK).write_text(json.dumps(row))
-        scratch.chmod(0o755)
+        scratch.chmod(0o755)  # of a shared directory others may use it
         _publish(scratch, where / component.folder)
         return row
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+def _requirements(component: Component) -> str:
+    """Lines of a requirements file: each package with the sha256 of every wheel that is accepted for it."""
+    return "".join(
+        f"{package} {' '.join(f'--hash=sha256:{digest}' for digest in HASHES[package].values())}\n"
+        for package in component.packages
+    )
+
+
 def _publish(scratch: pathlib.Path, folder: pathlib.Path) -> None:
     """A rename, so that no process ever sees half a folder; another that was faster wins."""
-    if folder.is_dir() and not (folder / _MARK).is_file():
+    if folder.is_dir() and _read_mark(folder) is None:
         shutil.rmtree(folder)
     try:
         os.rename(scratch, folder)
     except OSError:
-        if not (folder / _MARK).is_file():
+        if _read_mark(folder) is None:
             raise
 
 
@@ -236,6 +270,11 @@ def _explain(component: Component, stderr: str) -> str:
         return (
             f"the package index cannot be reached, so {wanted} cannot be downloaded; with the wheels at hand set "
             f"PIP_NO_INDEX=1 and PIP_FIND_LINKS=DIR. pip: {lines[-1]}"
+        )
+    if "DO NOT MATCH THE HASHES" in stderr:
+        return (
+            f"what was downloaded as {wanted} is not the wheel that mindspeed_fx knows (its sha256 differs); nothing "
+            f"was installed. Another index, a proxy or a changed file may be the cause. pip: {lines[-1]}"
         )
     if "No matching distribution" in stderr:
         return (

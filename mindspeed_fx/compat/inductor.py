@@ -5,10 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import os
+import tempfile
+import warnings
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.fx as fx
+
+from mindspeed_fx.private_files import distrust, make_private, process_folder
 
 
 def inductor_config() -> dict[str, Any]:
@@ -87,6 +92,8 @@ def compile_with_inductor(
     """
     import torch._functorch.config as functorch_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    leave_untrusted_cache()
 
     @functools.wraps(compile_fx_inner)
     def inner_compile(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -257,8 +264,40 @@ def kernel_nodes() -> dict[str, list[str]]:
     return {name: list(nodes) for name, nodes in kernels.items() if name.rpartition(":")[2].isdigit()}
 
 
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
+
+
 def cache_directory() -> str:
-    """Where Inductor keeps compiled code."""
+    """Where Inductor keeps compiled code; made where it is missing, if it can be."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    return cache_dir()
+    try:
+        return cache_dir()
+    except OSError:
+        return os.environ[CACHE]
+
+
+def leave_untrusted_cache() -> None:
+    """Have Inductor keep its code in a folder of this process where its cache is somebody else's, or cannot be written
+    into; a warning says so, once. Libraries and Python files are loaded from there by names that can be foretold.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    directory = cache_directory()
+    reason = distrust(directory, is_named=directory != os.path.abspath(default_cache_dir())) or _unwritable(directory)
+    if reason is None:
+        return
+    os.environ[CACHE] = str(make_private(process_folder() / "inductor"))
+    warnings.warn(
+        f"Inductor's cache is not used, and what is compiled is not kept: {reason}. {CACHE} names another directory",
+        stacklevel=2,
+    )
+
+
+def _unwritable(directory: str) -> str | None:
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(b"\0" * 4096)
+    except OSError as error:
+        return f"{directory} cannot be written ({error.strerror})"
+    return None

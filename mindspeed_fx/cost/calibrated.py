@@ -19,6 +19,7 @@ import warnings
 from typing import Any, Mapping
 
 from mindspeed_fx.cost.device import Constant, Hardware
+from mindspeed_fx.private_files import make_private, write_whole
 
 FORMAT = 1
 
@@ -114,7 +115,7 @@ def path_of(target: str, device: str) -> pathlib.Path:
 def save(table: CalibratedTable, path: pathlib.Path | None = None) -> pathlib.Path:
     """Write a table whole or not at all; returns the file, by default the one that :func:`load` finds."""
     path = path or path_of(table.target, table.device)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_private(path.parent)
     values = dataclasses.asdict(table)
     values["constants"] = {
         k: {
@@ -123,9 +124,7 @@ def save(table: CalibratedTable, path: pathlib.Path | None = None) -> pathlib.Pa
         }
         for k, c in table.constants.items()
     }
-    partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps({"format": FORMAT, **values}, indent=1) + "\n")
-    partial.replace(path)
+    write_whole(path, json.dumps({"format": FORMAT, **values}, indent=1) + "\n", 0o644)
     return path
 
 
@@ -136,15 +135,15 @@ def read(path: str | os.PathLike) -> CalibratedTable:
         ValueError: the file is no table, or one of another version; the message names it.
         OSError: it cannot be read.
     """
-    text = pathlib.Path(path).read_text()
+    data = pathlib.Path(path).read_bytes()
     again = "; `mindspeed-fx calibrate` writes it anew"
     try:
-        values = json.loads(text)
+        values = json.loads(data)
         if values.pop("format") != FORMAT:
             raise ValueError("another version of the package wrote it")
         constants = {k: Constant(c.pop("value"), **c) for k, c in values.pop("constants").items()}
         return CalibratedTable(**{**values, "fitted": tuple(values["fitted"])}, constants=constants)
-    except (ValueError, TypeError, KeyError, AttributeError) as e:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
         raise ValueError(f"{path} is no calibrated table ({type(e).__name__}: {e}){again}") from None
 
 

@@ -104,6 +104,8 @@ def register(hw: Hardware, replace: bool = False) -> Hardware:
     Raises:
         OptionError: the name is taken and ``replace`` is not set.
     """
+    if not isinstance(hw, Hardware):
+        raise OptionError(f"register: hw is {hw!r}; a Hardware is expected, as in dataclasses.replace(hardware(...))")
     if canonical(hw.name) and not replace:
         raise OptionError(f'hardware "{hw.name}" is there already; register(..., replace=True) replaces it')
     _tables()[0][canonical(hw.name) or hw.name] = hw
@@ -129,7 +131,11 @@ def detect(target: str) -> tuple[str | None, str]:
     except RuntimeError as e:
         return None, f"the {target} driver does not say its name ({e}); give it: {example}"
     if table is not None:
-        return _add(table), ""
+        try:
+            return _add(table), ""
+        except ValueError as e:  # of another version of the package, with other names
+            path = calibrated.path_of(table.target, table.device)
+            warnings.warn(f"{path} cannot be used: {e}; the documented table is taken", stacklevel=3)
     result = documented(target)
     return (
         (result, "")

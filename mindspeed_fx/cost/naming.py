@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import re
 from typing import Any, Callable, Mapping
 
 import sympy
+
+from mindspeed_fx.cost.arithmetic import evaluate, names_of
 
 
 def naming(names: Mapping[str, int]) -> Callable[[Any], Any]:
     """Size -> expression: see :meth:`mindspeed_fx.cost.graph.Estimate.expression`."""
     arguments = {
-        sympy.sympify(k, locals={s: sympy.Symbol(s, positive=True) for s in re.findall(r"[A-Za-z_]\w*", k)}): int(v)
+        sympy.sympify(evaluate(k, {s: sympy.Symbol(s, positive=True) for s in names_of(k)}), strict=True): int(v)
         for k, v in names.items()
     }
     by_value: dict[int, sympy.Expr] = {}

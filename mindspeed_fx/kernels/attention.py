@@ -33,7 +33,7 @@ def fake(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
 
 
 def repeat_kv_heads(q: Tensor, k: Tensor) -> Tensor:
-    groups = q.shape[1] // k.shape[1]
+    groups = q.shape[1] // max(k.shape[1], 1)
     return k if groups == 1 else k.repeat_interleave(groups, 1)
 
 
@@ -102,9 +102,14 @@ def attention(
     lse = scores.logsumexp(-1)
     if sinks is not None:
         lse = torch.logaddexp(lse, by_row(sinks.to(wide)))
-    weights = (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
+    weights = weights_of(scores, lse)
     out = weights @ repeat_kv_heads(q, v).to(wide)
     return stored_bsnd(out.to(q.dtype)), stored_bsnd(lse)
+
+
+def weights_of(scores: Tensor, lse: Tensor) -> Tensor:
+    """exp(scores - lse): zero in a row without any allowed key, and NaN where a score is, as softmax has it."""
+    return (scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp()
 
 
 def by_row(sinks: Tensor) -> Tensor:
@@ -125,7 +130,7 @@ def gradients(
 
     def shared(x: Tensor, like: Tensor) -> Tensor:
         # Not unflatten, which Dynamo cannot capture while dropout draws from Megatron's tracker.
-        return x.reshape(x.shape[0], like.shape[1], x.shape[1] // like.shape[1], *x.shape[2:]).sum(2)
+        return x.reshape(x.shape[0], like.shape[1], x.shape[1] // max(like.shape[1], 1), *x.shape[2:]).sum(2)
 
     dq = ds @ repeat_kv_heads(q, kw) * scale
     dk, dv = shared(ds.transpose(-1, -2) @ qw * scale, k), shared(weights.transpose(-1, -2) @ g, v)
@@ -146,7 +151,7 @@ def attention_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, s
     wide = accumulation_dtype(q.dtype)
     g, qw, kw, vw = grad.to(wide), q.to(wide), k.to(wide), v.to(wide)
     scores, tanh = masked_scores(qw, kw, mask, causal, scale, window, softcap)
-    p = (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
+    p = weights_of(scores, lse)
     delta = (g * out.to(wide)).sum(-1, keepdim=True)
     ds = p * (g @ repeat_kv_heads(q, vw).transpose(-1, -2) - delta)
     if tanh is not None:

@@ -174,6 +174,11 @@ def operator(
     return wrap
 
 
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """``x`` [..., n] as [rows, n]; of no elements too, for which ``reshape(-1, n)`` cannot tell the rows."""
+    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """float32 for the 16-bit types, else the type itself: the precision in which every reference computes."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

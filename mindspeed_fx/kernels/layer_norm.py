@@ -14,7 +14,7 @@ from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.compat.symbols import statically_known_true
 from mindspeed_fx.cost.operators import once
 from mindspeed_fx.kernels import triton
-from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
+from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, as_rows, operator
 
 SCHEMA = "(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)"
 BACKWARD = (
@@ -74,9 +74,9 @@ def layer_norm_backward(
     dx = rstd * (h - h.mean(-1, keepdim=True) - normal * (h * normal).mean(-1, keepdim=True))
     dweight, dbias = x.new_empty(0), rstd.new_empty(0)
     if need_weight:
-        dweight = (grad * normal).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
+        dweight = as_rows(grad * normal).sum(0).to(weight.dtype)
     if need_bias:
-        dbias = grad.reshape(-1, x.shape[-1]).sum(0)
+        dbias = as_rows(grad).sum(0)
     return dx.to(x.dtype).contiguous(), dweight, dbias
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.cost.operators import once
-from mindspeed_fx.kernels.base import LIBRARY, operator
+from mindspeed_fx.kernels.base import LIBRARY, as_rows, operator
 
 
 def _fake(x, weight, bias=None):
@@ -33,7 +33,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         [..., n], contiguous.
     """
     # F.linear rounds otherwise where no operand requires a gradient, and which do changes between calls of one graph.
-    rows = x.reshape(-1, x.shape[-1])
+    rows = as_rows(x)
     out = rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
     return out.view(*x.shape[:-1], weight.shape[0])
 
@@ -51,9 +51,9 @@ def _fake_backward(grad, x, weight, needed):
 def linear_backward(grad: Tensor, x: Tensor, weight: Tensor, needed: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients (dx, dweight, dbias) of :func:`linear`, of size 0 where not needed: dx = grad weight, dweight = grad^T
     x over all rows, dbias = the sum of the rows of grad."""
-    rows = grad.reshape(-1, grad.shape[-1])
+    rows = as_rows(grad)
     dx = (rows @ weight).view(x.shape) if needed[0] else x.new_empty(0)
-    dweight = rows.t() @ x.reshape(-1, x.shape[-1]) if needed[1] else x.new_empty(0)
+    dweight = rows.t() @ as_rows(x) if needed[1] else x.new_empty(0)
     return dx, dweight, rows.sum(0) if needed[2] else x.new_empty(0)
 
 

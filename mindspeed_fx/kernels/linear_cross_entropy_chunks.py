@@ -138,7 +138,7 @@ def add_product(into: Tensor, d: Tensor, x: Tensor, scale: float, first: bool) -
             return
         torch.addmm(into, d.t(), x, beta=0 if first else 1, alpha=scale, out=into)
         return
-    step = max(1, BLOCK // (x.shape[1] * d.itemsize))
+    step = max(1, BLOCK // max(1, x.shape[1] * d.itemsize))
     if first:
         into.zero_()
     for i in range(0, len(into), step):

@@ -83,7 +83,7 @@ def moe_unpermute(permuted: Tensor, sorted_indices: Tensor, probs: Tensor | None
         [tokens, hidden], contiguous, in the common dtype of ``permuted`` and ``probs``; summed in float32 for 16 bits.
     """
     k, dtype = k if probs is None else probs.shape[1], _dtype(permuted, probs)
-    copies = permuted.index_select(0, sorted_indices).view(-1, k, permuted.shape[1]).to(accumulation_dtype(dtype))
+    copies = permuted.index_select(0, sorted_indices).unflatten(0, (-1, k)).to(accumulation_dtype(dtype))
     if probs is not None:
         copies = copies * probs.to(copies.dtype).unsqueeze(-1)
     return copies.sum(1).to(dtype)

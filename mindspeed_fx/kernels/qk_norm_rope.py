@@ -17,7 +17,7 @@ from mindspeed_fx.compat import fake
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.cost.operators import once
 from mindspeed_fx.kernels import triton
-from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
+from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, as_rows, operator
 from mindspeed_fx.kernels.rope import rotate
 from mindspeed_fx.kernels.sharding import along
 
@@ -108,7 +108,7 @@ def qk_norm_rope_backward(
     g, normal = _turn(grad.to(dtype), cos.to(dtype), sin.to(dtype), interleaved, back=True), wide * rstd
     h = g if weight is None else g * weight.to(dtype)
     dx = _stored_as((rstd * (h - normal * (h * normal).mean(-1, keepdim=True))).to(x.dtype), x)
-    return dx, (g * normal).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype) if need_weight else x.new_empty(0)
+    return dx, as_rows(g * normal).sum(0).to(weight.dtype) if need_weight else x.new_empty(0)
 
 
 def _setup(ctx, inputs, output):

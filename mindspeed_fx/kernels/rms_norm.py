@@ -13,7 +13,7 @@ from torch import Tensor
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.cost.operators import once
 from mindspeed_fx.kernels import triton
-from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
+from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, as_rows, operator
 
 
 def _result_dtype(x: Tensor, weight: Tensor | None, cast_first: bool) -> torch.dtype:
@@ -71,7 +71,7 @@ def rms_norm_backward(
     dweight = x.new_empty(0)
     if need_weight:
         rounded = normal.to(x.dtype).to(rstd.dtype) if cast_first else normal
-        dweight = (grad * rounded).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
+        dweight = as_rows(grad * rounded).sum(0).to(weight.dtype)
     return (rstd * (h - normal * (h * normal).mean(-1, keepdim=True))).to(x.dtype).contiguous(), dweight
 
 

@@ -134,8 +134,8 @@ def explain(
 
     Raises:
         OptionError: a bad option. Errors of the model and of the compiler pass through.
-        ArgumentError: ``measure`` with tensors that are fake or on the meta device, with the kernels of another device,
-            or with parameters that step in the backward.
+        ArgumentError: args and kwargs that the model does not take; ``measure`` with tensors that are fake or on the
+            meta device, with the kernels of another device, or with parameters that step in the backward.
     """
     from mindspeed_fx import arguments, torch_compile
     from mindspeed_fx.backend import mindspeed
@@ -143,6 +143,7 @@ def explain(
     from mindspeed_fx.options import Options
 
     arguments.check_callable("explain", "model", model)
+    arguments.check_call("explain", args, kwargs, model)
     arguments.check_options("explain", options)
     arguments.check_bool("explain", "measure", measure)
     parsed = Options.parse(options)  # a bad option is an error of its own, not one inside a compilation

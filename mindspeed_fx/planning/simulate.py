@@ -70,6 +70,7 @@ def simulate(
     arguments.check_module("simulate", model)
     arguments.check_sizes("simulate", mesh)
     arguments.check_options("simulate", options)
+    arguments.check_bool("simulate", "local_inputs", local_inputs)
     arguments.check_call("simulate", args, kwargs, model)
     parsed = Options.parse(options)
     plan = plan_for("simulate", plan, model)

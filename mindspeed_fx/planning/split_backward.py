@@ -17,7 +17,7 @@ import torch
 import torch.fx as fx
 from torch import nn
 
-from mindspeed_fx import torch_compile
+from mindspeed_fx import arguments, torch_compile
 from mindspeed_fx.backend import Compilation, device_of
 from mindspeed_fx.errors import OptionError
 from mindspeed_fx.options import Options
@@ -39,6 +39,9 @@ class SplitBackward(nn.Module):
 
     def __init__(self, module: nn.Module, options: dict[str, Any] | None = None, ahead: bool = False):
         super().__init__()
+        arguments.check_instance("split_backward", "module", module, nn.Module, "a torch.nn.Module is expected")
+        arguments.check_options("split_backward", options)
+        arguments.check_bool("split_backward", "ahead", ahead)
         asked = {"codegen": "eager", **(options or {})}
         if asked["codegen"] != "eager":
             raise OptionError(f'option "codegen" is {asked["codegen"]!r}; valid for a backward in parts: "eager"')

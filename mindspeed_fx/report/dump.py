@@ -14,13 +14,17 @@ import importlib.util
 import json
 import os
 import pathlib
-import tempfile
+import re
 from typing import Any
 
 from mindspeed_fx.compat import distributed
+from mindspeed_fx.private_files import write_whole
 from mindspeed_fx.report import measured, memory
 from mindspeed_fx.report.diffs import diff_text, is_changed, lowered_counts
-from mindspeed_fx.report.records import GraphRecord
+from mindspeed_fx.report.records import GraphRecord, PassRun
+
+SHOWN = 0o644
+"""Mode of the files: a dump is written to be read, by others than who ran the model."""
 
 _begun: set[tuple[int, str, int]] = set()
 """(process, directory, rank) of the dumps that this process has begun."""
@@ -44,28 +48,33 @@ def write(record: GraphRecord, directory: str) -> pathlib.Path:
             clear(directory, record.rank)
             _begun.add(begun)
         folder.mkdir(parents=True, exist_ok=True)
+        if not folder.resolve().is_relative_to(root.resolve()):
+            raise OSError(f"{folder} is a link to a place outside of it")
         _remove(folder, [n for n in _own(folder) if n not in {*files, *pictures, "metadata.json"}])
         # Before the files that it lists, so that those of a process that is killed here are known as ours.
-        _write(
+        write_whole(
             folder / "metadata.json",
             json.dumps({**metadata(record), "files": sorted([*files, *pictures])}, indent=1, default=str),
+            SHOWN,
         )
         for name, text in files.items():
-            _write(folder / name, text)
+            write_whole(folder / name, text, SHOWN)
         for name, curves in pictures.items():
             memory.png(curves, str(folder / name))
         graphs = sorted(
             root.glob("rank*/graph*/index.md"),
             key=lambda g: [int("".join(filter(str.isdigit, part)) or 0) for part in g.parts[-3:-1]],
         )
-        _write(
+        write_whole(
             root / "index.md",
             "# mindspeed_fx dump\n\n"
             + "".join(f"- [{g.parent.relative_to(root)}]({g.relative_to(root)})\n" for g in graphs),
+            SHOWN,
         )
-        _write(root / "index.html", index_page(_metadata_of(root, [g.parent for g in graphs])))
+        write_whole(root / "index.html", index_page(_metadata_of(root, [g.parent for g in graphs])), SHOWN)
     except OSError as e:
-        raise OSError(f'option "dump": cannot write to {directory!r}: {e}') from e
+        why = "; a directory that can be written, or made, is expected"
+        raise OSError(f'option "dump": cannot write to {directory!r}: {e}{why}') from e
     return folder
 
 
@@ -115,11 +124,20 @@ def _files(record: GraphRecord) -> dict[str, str]:
 
     files = {f"{number:02d}.graph.{stage}.py": text for number, (stage, text) in enumerate(record.stages.items())}
     for number, run in enumerate(record.runs):
-        stem = f"{number:02d}.{run.stage}.{run.report.name}"
+        stem = _stem(number, run)
         if is_changed(run):
             files |= {f"{stem}.before.py": run.before, f"{stem}.after.py": run.after, f"{stem}.diff": diff_text(run)}
-        files |= {f"{stem}.{name}": text for name, text in run.report.files.items()}
+        files |= {f"{stem}.{_in_file_name(name)}": text for name, text in run.report.files.items()}
     return {**files, "index.md": index_text(record), "report.html": graph_page(record)}
+
+
+def _stem(number: int, run: PassRun) -> str:
+    return f"{number:02d}.{run.stage}.{_in_file_name(run.report.name)}"
+
+
+def _in_file_name(text: str) -> str:
+    """A name of a pass or of what it adds, as a part of a file's name: it names no folder."""
+    return re.sub(r"[^\w.+-]", "_", text)
 
 
 def _pictures(record: GraphRecord) -> dict[str, Any]:
@@ -127,7 +145,7 @@ def _pictures(record: GraphRecord) -> dict[str, Any]:
     if importlib.util.find_spec("matplotlib") is None:
         return {}
     return {
-        f"{number:02d}.{run.stage}.{run.report.name}.memory.png": run.report.curves
+        f"{_stem(number, run)}.memory.png": run.report.curves
         for number, run in enumerate(record.runs)
         if run.report.curves
     }
@@ -163,13 +181,13 @@ def index_text(record: GraphRecord) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for number, run in enumerate(record.runs):
-        stem = f"{number:02d}.{run.stage}.{run.report.name}"
+        stem = _stem(number, run)
         files = (
             f"[before]({stem}.before.py) [after]({stem}.after.py) [diff]({stem}.diff)"
             if is_changed(run)
             else "unchanged"
         )
-        files += "".join(f" [{name}]({stem}.{name})" for name in run.report.files)
+        files += "".join(f" [{_cell(name)}]({stem}.{_in_file_name(name)})" for name in run.report.files)
         lines.append(
             f"| {number:02d} | {run.stage} | {run.report.name} | {len(run.report.rewrites)} | "
             f"{len(run.report.skipped)} | {run.nodes_before} -> {run.nodes_after} | {run.seconds * 1e3:.1f} | "
@@ -221,12 +239,3 @@ def index_text(record: GraphRecord) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
-
-
-def _write(path: pathlib.Path, text: str) -> None:
-    """Whole or not at all: a reader, or another rank, never sees half a file."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.chmod(name, 0o644)
-    os.replace(name, path)

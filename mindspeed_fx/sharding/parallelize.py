@@ -8,7 +8,9 @@ DTensors. The backend cuts :func:`gather` out of the graph again (``parallelized
 
 from __future__ import annotations
 
+import fnmatch
 import functools
+import inspect
 import itertools
 from typing import Any, Callable, Mapping, Sequence
 
@@ -21,6 +23,7 @@ from mindspeed_fx import arguments
 from mindspeed_fx.errors import nearest
 from mindspeed_fx.sharding import initialize, optimizers
 from mindspeed_fx.sharding.inputs import show_inputs_whole
+from mindspeed_fx.sharding.parallelized_graph import BETWEEN_GRAPHS
 from mindspeed_fx.sharding.plan import Plan, ShardingError, check_patterns, placement_of
 from mindspeed_fx.sharding.presets import named_plan
 from mindspeed_fx.sharding.registry import INPUTS, LOCAL, PARAMETER, SHARDINGS, WHOLE, Sharding, shows_whole
@@ -76,6 +79,7 @@ def parallelize(
     arguments.check_device_mesh("parallelize", mesh)
     arguments.check_callable("parallelize", "init", init, optional=True)
     arguments.check_whole("parallelize", "seed", seed, least=0)
+    arguments.check_bool("parallelize", "check_inputs", check_inputs)
     if inputs not in INPUTS:
         raise ShardingError(f"inputs is {inputs!r}{nearest(str(inputs), INPUTS)}; valid: {', '.join(INPUTS)}")
     if isinstance(plan, str):
@@ -232,3 +236,34 @@ def unmatched_patterns(model: nn.Module, plan: Plan) -> None:
         plan.name,
     )
     check_patterns(plan.modules, [n for n, _ in model.named_modules()], "module", plan.name)
+    _check_arguments(model, plan)
+    _check_operators(plan)
+
+
+def _check_arguments(model: nn.Module, plan: Plan) -> None:
+    """Refuse inputs that are no argument of the model; those inside containers ("batch_ids") begin with one's name.
+
+    What hooks and ``**kwargs`` hand on, and patterns that begin with a wildcard, are known when the graph is.
+    """
+    parameters = inspect.signature(model.forward).parameters.values()
+    if model._forward_pre_hooks or any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    names = [p.name.lower() for p in parameters]
+    between = (*BETWEEN_GRAPHS, "args_", *(f"{name}_" for name in names))
+    for pattern in plan.inputs:
+        if not pattern.startswith(("*", "?", "[", *between)) and not fnmatch.filter(names, pattern):
+            raise ShardingError(
+                f'plan "{plan.name}" names no argument: "{pattern}"{nearest(pattern, names)}; {type(model).__name__} '
+                f"takes {', '.join(names) or 'none'}"
+            )
+
+
+def _check_operators(plan: Plan) -> None:
+    """Refuse names of operators that neither the package nor torch has; other namespaces may register theirs later."""
+    from mindspeed_fx.kernels import REGISTRY
+
+    own = sorted(o.name.replace("::", ".") for o in REGISTRY.values())
+    for word in (w for pattern in plan.operators for w in pattern.split("|") if not set("*?[") & set(w)):
+        namespace, _, name = word.partition(".")
+        if namespace in ("mindspeed", "aten") and not hasattr(getattr(torch.ops, namespace), name.partition(".")[0]):
+            raise ShardingError(f'plan "{plan.name}" names no operator: "{word}"{nearest(word, own)}')

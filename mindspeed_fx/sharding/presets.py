@@ -14,6 +14,7 @@ from typing import Any, Callable, Mapping, Sequence
 
 from torch import nn
 
+from mindspeed_fx import arguments
 from mindspeed_fx.errors import nearest
 from mindspeed_fx.sharding.plan import Boundary, Plan, ShardingError
 from mindspeed_fx.sharding.roles import Roles, read_roles
@@ -71,6 +72,11 @@ def named_plan(
     Raises:
         ShardingError: no such plan, or the model has no layers it speaks of.
     """
+    arguments.check_text("named_plan", "name", name, f"a name is expected, of {', '.join(NAMED)}")
+    arguments.check_module("named_plan", model)
+    arguments.check_bool("named_plan", "strict", strict)
+    if args is not None or kwargs is not None:
+        arguments.check_call("named_plan", () if args is None else args, kwargs, model)
     plan: Plan | None = None
     by_roles = {"tp": tp, "tp_sp": tp_sp, "tp_2d": tp_2d}
     reads = set(by_roles) & set(name.split("+")) and not (args is None and kwargs is None)

@@ -6,6 +6,7 @@ from typing import Any, Callable
 
 import torch
 
+from mindspeed_fx import arguments
 from mindspeed_fx.sharding.plan import ShardingError
 
 
@@ -29,6 +30,7 @@ def accumulate(step: Callable[..., torch.Tensor], *args: Any, microbatches: int,
     Raises:
         ShardingError: a batch that is no multiple of ``microbatches``; a step that returns no loss.
     """
+    arguments.check_callable("accumulate", "step", step)
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
         raise ShardingError(f"microbatches is {microbatches!r}; a whole number from 1 on is expected")
     named = {**{f"number {i}": a for i, a in enumerate(args)}, **kwargs}
@@ -39,6 +41,8 @@ def accumulate(step: Callable[..., torch.Tensor], *args: Any, microbatches: int,
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ShardingError(f"accumulate: the step returned {what}; its loss, a tensor of one element, is expected")
+        if not loss.requires_grad:
+            raise ShardingError("accumulate: the step returned a loss without gradient; one that needs it is expected")
         (loss / microbatches).backward()
         losses.append(loss.detach())
     return torch.stack(losses).mean(0)

@@ -14,7 +14,6 @@ may be compiled.
 from __future__ import annotations
 
 import contextlib
-import functools
 from typing import Any, NamedTuple
 
 import sympy
@@ -22,7 +21,9 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from mindspeed_fx import arguments
 from mindspeed_fx.compat import dispatcher
+from mindspeed_fx.cost.arithmetic import evaluate
 from mindspeed_fx.cost.read import Call, call_of, read
 
 _totals = {"model": 0, "hardware": 0}
@@ -78,7 +79,7 @@ def count_flops(reads: list[Tensor], sizes: list[int], symbols: str, model: str,
         uncounted: names of operators, joined by commas.
     """
     for name, text in (("model", model), ("hardware", hardware)):
-        _totals[name] += int(_expression(symbols, text)(*sizes))
+        _totals[name] += int(evaluate(text, dict(zip(symbols.split(","), sizes)) if symbols else {}))
     _uncounted.update(dict.fromkeys(uncounted.split(",") if uncounted else ()))
 
 
@@ -88,12 +89,6 @@ def _(reads: list[Tensor], sizes: list[int], symbols: str, model: str, hardware:
 
 
 fx.node.has_side_effect(torch.ops.mindspeed.count_flops.default)
-
-
-@functools.cache
-def _expression(symbols: str, text: str) -> Any:
-    names = sympy.symbols(symbols.split(",")) if symbols else []
-    return sympy.lambdify(names, sympy.sympify(text, locals={str(s): s for s in names}))
 
 
 def insert(gm: fx.GraphModule, work: Work) -> None:
@@ -140,6 +135,7 @@ class FlopCount:
     """
 
     def __init__(self, eager: bool = False) -> None:
+        arguments.check_bool("FlopCount", "eager", eager)
         self.model = self.hardware = 0
         self.uncounted: list[str] = []
         self._eager, self._open = eager, contextlib.ExitStack()

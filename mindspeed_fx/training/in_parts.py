@@ -18,6 +18,8 @@ from typing import Any, Sequence
 import torch
 from torch import nn
 
+from mindspeed_fx.arguments import check_instance, refuse
+
 
 def in_parts(module: nn.Module, parts: int, dim: int = 0, arguments: Sequence[int | str] = (0,)) -> nn.Module:
     """``module`` computed on ``parts`` pieces of its rows, whose results are put together.
@@ -34,11 +36,17 @@ def in_parts(module: nn.Module, parts: int, dim: int = 0, arguments: Sequence[in
         arguments: positions or names of the arguments that have rows; others are handed to every part.
 
     Raises:
-        ValueError: fewer than 2 parts. When called: fewer rows than parts, rows of different numbers, an argument that
-            is missing, or a result without rows.
+        ValueError: no module, fewer than 2 parts, no argument or one twice. When called: fewer rows than parts, rows of
+            different numbers, an argument that is missing, or a result without rows.
     """
-    if not isinstance(parts, int) or parts < 2:
-        raise ValueError(f"in_parts: parts is {parts!r}; valid: 2, 3 ...")
+    check_instance("in_parts", "module", module, nn.Module, "a torch.nn.Module is expected")
+    if isinstance(parts, bool) or not isinstance(parts, int) or parts < 2:
+        refuse("in_parts", "parts", parts, "valid: 2, 3 ...")
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        refuse("in_parts", "dim", dim, "the number of a dimension is expected")
+    named = isinstance(arguments, (list, tuple)) and all(isinstance(a, (int, str)) for a in arguments)
+    if not named or not arguments or len(set(arguments)) < len(arguments):
+        refuse("in_parts", "arguments", arguments, "positions or names are expected, at least one, none twice: (0,)")
     return _Parts(module, parts, dim, tuple(arguments))
 
 

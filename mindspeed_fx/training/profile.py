@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import Any, Sequence
+from typing import Any, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
+
+from mindspeed_fx import arguments
 
 LEVELS = ("level_none", "level0", "level1", "level2")
 EXPORTS = ("text", "db")
@@ -67,6 +69,13 @@ class Profile:
         _check_word("device", self.device, ("cpu", "cuda", "npu"))
         _check_word("level", level, LEVELS)
         _check_word("export", export, EXPORTS if self.device == "npu" else EXPORTS[:1])
+        arguments.check_folder("Profile", "path", path)
+        arguments.check_whole("Profile", "first", first)
+        if ranks is not None and (isinstance(ranks, str) or not _are_ranks(ranks)):
+            arguments.refuse("Profile", "ranks", ranks, "a list of ranks from 0 on is expected, as in [0], or None")
+        switches = {"with_cpu": with_cpu, "with_stack": with_stack, "with_memory": with_memory}
+        for name, value in {**switches, "record_shapes": record_shapes, "simplify": simplify}.items():
+            arguments.check_bool("Profile", name, value)
         self.path, self.iteration = str(path), first
         self.start, self.end = max(start, first), end
         self.rank = find_rank()
@@ -118,6 +127,8 @@ class Profile:
 
             words = {**self._words, **self._settings}
             return npu.profiler(schedule=schedule, path=self.path, worker=worker, **words)
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("Profile: device is 'cuda', and no CUDA device is here; valid: cpu, or None to find one")
         kinds = torch.profiler.ProfilerActivity
         host = [kinds.CPU] if self.device == "cpu" or self._words["with_cpu"] else []
         return torch.profiler.profile(
@@ -128,15 +139,20 @@ class Profile:
         )
 
 
+def _are_ranks(values: Any) -> bool:
+    return isinstance(values, Iterable) and all(isinstance(r, int) and r >= 0 for r in values)
+
+
 def check_steps(start: int, end: int) -> None:
     """Says whether an iteration lies between.
 
     Raises:
         ValueError: none does.
     """
-    if start < 1 or end <= start:
+    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (start, end))
+    if not whole or start < 1 or end <= start:
         raise ValueError(
-            f"start {start}, end {end}: iterations from start to the one before end are recorded; they count from 1"
+            f"start {start!r}, end {end!r}: iterations from start to the one before end are recorded; they count from 1"
         )
 
 

@@ -16,6 +16,7 @@ import contextlib
 import fnmatch
 import functools
 import json
+import re
 import warnings
 from collections import Counter
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from mindspeed_fx import arguments
+from mindspeed_fx.errors import nearest
 from mindspeed_fx.training.profile import find_rank
 
 INDEX = "index.jsonl"
@@ -49,6 +52,11 @@ def dump_tensors(
         ValueError: no module has such a name; with ``compiled``, none that matches is a compiled one.
         FileExistsError: the folder has a dump of the same names.
     """
+    arguments.check_module("dump_tensors", model)
+    arguments.check_folder("dump_tensors", "folder", folder)
+    arguments.check_text("dump_tensors", "modules", modules, "names or globs, joined by commas, are expected")
+    arguments.check_bool("dump_tensors", "compiled", compiled)
+    arguments.check_text("dump_tensors", "prefix", prefix, "a text is expected")
     globs = [glob.strip() for glob in modules.split(",")]
     named = {(prefix + name.replace(WRAPPER, "")).removesuffix("._orig_mod"): m for name, m in model.named_modules()}
     named.pop("_orig_mod", None)
@@ -57,7 +65,9 @@ def dump_tensors(
     if compiled:
         chosen = {n: m for n, m in chosen.items() if _is_compiled(m)}
     if not chosen:
-        raise ValueError(f"modules is {modules!r}: no {'compiled ' * compiled}module has such a name")
+        kind = "compiled " * compiled
+        close = nearest(modules, [n.removeprefix(prefix) for n in named])
+        raise ValueError(f"dump_tensors: modules is {modules!r}: no {kind}module has such a name{close}")
     writer = _Writer(Path(folder) / f"rank{find_rank()}")
     with contextlib.ExitStack() as stack:
         if in_graphs and not compiled:
@@ -171,10 +181,17 @@ def _read(folder: Path) -> dict[tuple, Path]:
     if not any(folder.glob(f"rank*/{INDEX}")):
         raise FileNotFoundError(f"{folder} holds no dump of tensors (rank*/{INDEX})")
     return {
-        (rank.name, row["module"], row["kind"], row["call"], row["output"]): rank / row["file"]
+        (rank.name, row["module"], row["kind"], row["call"], row["output"]): rank / _plain_name(row["file"], rank)
         for rank in sorted(folder.glob("rank*"))
         for row in _rows(rank)
     }
+
+
+def _plain_name(file: str, folder: Path) -> str:
+    """A file's name that an index has: of a file of that folder."""
+    if not re.fullmatch(r"\d+\.pt", file):
+        raise ValueError(f"{folder / INDEX} names {file!r}; valid: names of files that dump_tensors writes, NUMBER.pt")
+    return file
 
 
 def compare_tensors(name: str, x: Tensor, y: Tensor, rtol: float, atol: float) -> Difference:

@@ -212,7 +212,9 @@ def test_where_it_cannot_be_built_it_says_why_and_atens_kernel_serves(monkeypatc
 
     monkeypatch.setattr(cpp, "capability", lambda: capability)
     monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", no_compiler)
-    cpp.problem.cache_clear()
+    for cached in (cpp._processor_problem, cpp._search_compiler):
+        cached.cache_clear()
+    cpp.forget()
     try:
         q = torch.empty(1, 2, 9, 8, device="meta")
         chosen, reasons = kernels.REGISTRY[ops.attention.default].choose(
@@ -221,7 +223,8 @@ def test_where_it_cannot_be_built_it_says_why_and_atens_kernel_serves(monkeypatc
         assert chosen.kernel == "aten flash attention"
         assert len(reasons) == 1 and reasons[0].startswith("flash attention in C++: ") and word in reasons[0]
     finally:
-        cpp.problem.cache_clear()
+        for cached in (cpp._processor_problem, cpp._search_compiler):
+            cached.cache_clear()
 
 
 @served
@@ -248,8 +251,7 @@ def test_a_failed_build_is_told_and_the_reference_runs(monkeypatch):
     monkeypatch.setattr(cpp, "_library", lambda: broken)
     monkeypatch.setattr(cpp, "problem", lambda: None)
     monkeypatch.setattr(cpp.log, "warning", lambda text, *args: told.append(text % args))
-    for cached in (cpp.function, cpp._built_library):
-        cached.cache_clear()
+    cpp.forget()
     try:
         q, k, v, grad = (torch.randn(1, 2, 9, 8) for _ in range(4))
         out, lse = ops.attention_flash(q, k, v, True, 0.3)
@@ -265,8 +267,7 @@ def test_a_failed_build_is_told_and_the_reference_runs(monkeypatch):
         torch.testing.assert_close(weight_gradient(a, b), a.t() @ b)
         assert len(told) == 1 and "cannot find -lgomp" in told[0]
     finally:
-        for cached in (cpp.function, cpp._built_library):
-            cached.cache_clear()
+        cpp.forget()
 
 
 @served
@@ -281,9 +282,9 @@ def test_the_build_leaves_inductors_search_for_instruction_sets_alone(monkeypatc
     asked, pick = [], codecache.pick_vec_isa
     pick()  # torch before 2.13 asks whatever it is told, and finds this answer
     monkeypatch.setattr(codecache, "pick_vec_isa", lambda: asked.append(threading.current_thread()) or pick())
-    cpp._library.cache_clear()
+    cpp.forget()
     try:
         cpp._library().result()
         assert not asked or torch.__version__ < "2.13"
     finally:
-        cpp._library.cache_clear()
+        cpp.forget()

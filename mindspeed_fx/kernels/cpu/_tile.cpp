@@ -4,6 +4,7 @@
 // the header, ATen/native/CPUBlas.h, includes more than takes all of these files to compile.
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -23,11 +24,24 @@ constexpr int64_t ROWS = 64, DEPTH = 256, COLUMNS = 128;  // of a tile of a larg
 
 int64_t parts(int64_t of, int64_t size) { return (of + size - 1) / size; }
 
-float* buffer(int64_t floats) { return static_cast<float*>(::operator new(floats * sizeof(float), std::align_val_t(64))); }
+// A thread's work buffer, or null where there is no memory: an exception must not leave a parallel region. All threads ask
+// ``has_all`` before they share work, and all get one answer.
+class Buffer {
+ public:
+  Buffer(int64_t floats, std::atomic<bool>& failed) : data(static_cast<float*>(::operator new(floats * sizeof(float), std::align_val_t(64), std::nothrow))) {
+    if (!data) failed = true;
+  }
+  ~Buffer() {
+    at::native::cpublas::brgemm_release(false);
+    if (data) ::operator delete(data, std::align_val_t(64));
+  }
+  Buffer(const Buffer&) = delete;
+  float* const data;
+};
 
-void release(float* data) {
-  at::native::cpublas::brgemm_release(false);
-  ::operator delete(data, std::align_val_t(64));
+bool has_all(const std::atomic<bool>& failed) {
+#pragma omp barrier
+  return !failed;
 }
 
 // c [m, n] (+)= a [m, k] b [k, n]

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_fx.compat import dispatcher
+from mindspeed_fx.compat import dispatcher, symbols
 from mindspeed_fx.kernels.attention import attention, attention_backward, by_row, stored_bsnd
 from mindspeed_fx.kernels.base import accumulation_dtype
 from mindspeed_fx.kernels.cpu import attention_flash
@@ -49,6 +49,8 @@ def _flash_supports(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=N
         return f"head_dim of v ({v.shape[-1]}) is larger than that of q and k ({q.shape[-1]})"
     if not q.dtype == k.dtype == v.dtype or q.dtype not in FLOATS:
         return f"q, k and v have types {q.dtype}, {k.dtype}, {v.dtype}"
+    if not all(symbols.statically_known_true(n > 0) for x in (q, k, v) for n in x.shape):
+        return "a size is 0, or may be, of which ATen's kernel divides by zero"
     if any(x.stride(-1) != 1 for x in (q, k, v)):
         return "the head dimension of q, k or v is not contiguous"
     return None
@@ -123,6 +125,8 @@ attention_backward.lower("cpu")("attention backward in blocks of rows", _short_s
 
 @attention_backward.lower("cpu")("aten flash attention backward", _flash_backward_supports)
 def _flash_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
+    if mask is not None:  # rows without any allowed key, of which other kernels say -inf and ATen's 0
+        lse = lse.masked_fill(lse == float("-inf"), 0.0)
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         _pad(grad, q),
         q,

@@ -74,13 +74,13 @@ def attention_blocked(
             scores, _ = part.scores(rows, low, high)
             weights = aten._softmax.out(scores, -1, False, out=part.buffer("p", part.n, scores.shape[1], high - low))
             # The largest weight is 1 / sum(exp(scores - max)), so no second pass over the exponentials is needed.
-            lses[:, :, :, rows] = (scores.amax(-1) - weights.amax(-1).log_()).view(*part.lead, -1)
+            lses[:, :, :, rows] = (scores.amax(-1) - weights.amax(-1).log_()).view(*part.lead, rows.stop - rows.start)
             part.drop(weights, rows, low, high)
             product = torch.bmm(
                 weights, part.values[:, low:high], out=part.buffer("v", part.n, weights.shape[1], v.shape[-1])
             )
             product = product.div_(1 - p) if p else product
-            outs[:, :, :, rows] = product.view(*part.lead, -1, v.shape[-1])
+            outs[:, :, :, rows] = product.view(*part.lead, rows.stop - rows.start, v.shape[-1])
     return out, lse
 
 
@@ -143,7 +143,7 @@ def _backward_cost(out, grad, q, k, v, result, lse, scale, window=0, softcap=0.0
 
 def _batches(q: Tensor) -> Iterator[slice]:
     batch, heads, seq, _ = q.shape
-    step = max(1, min(batch, SCORES // (heads * ROWS * seq)))
+    step = max(1, min(batch, SCORES // max(1, heads * ROWS * seq)))
     return (slice(b, b + step) for b in range(0, batch, step))
 
 
@@ -155,10 +155,10 @@ class _Blocks:
     ) -> None:
         (batch, heads, self.seq, self.dim), kv_heads = q.shape, k.shape[1]
         self.dtype, self.scale, self.window, self.softcap = accumulation_dtype(q.dtype), scale, window, softcap
-        self.split = (kv_heads, heads // kv_heads)
+        self.split = (kv_heads, heads // max(kv_heads, 1))
         self.lead, self.n = (batch, *self.split), batch * kv_heads
         self.q = q.unflatten(1, self.split)
-        self.keys, self.values = (x.to(self.dtype).reshape(self.n, self.seq, -1) for x in (k, v))
+        self.keys, self.values = (x.to(self.dtype).reshape(self.n, self.seq, x.shape[-1]) for x in (k, v))
         self.keep = None if keep is None else keep.unflatten(1, self.split)
         self._buffers: dict[str, Tensor] = {}
         self._diagonal = q.new_full((ROWS, ROWS), float("-inf"), dtype=self.dtype).triu_(1)
@@ -178,14 +178,14 @@ class _Blocks:
     def drop(self, weights: Tensor, rows: slice, low: int, high: int) -> None:
         """Zero, in place, what dropout drops of ``weights`` [n, groups * rows, high - low]."""
         if self.keep is not None:
-            weights.view(*self.lead, -1, high - low).mul_(self.keep[:, :, :, rows, low:high])
+            weights.view(*self.lead, rows.stop - rows.start, high - low).mul_(self.keep[:, :, :, rows, low:high])
 
     def rows_of(self, name: str, x: Tensor, rows: slice, factor: float = 1.0) -> Tensor:
         """x [batch, kv_heads, groups, seq, d] at ``rows`` as [n, groups * rows, d], times ``factor``."""
         piece = x[:, :, :, rows]
         copy = self.buffer(name, *piece.shape)
         copy.copy_(piece) if factor == 1.0 else torch.mul(piece, factor, out=copy)
-        return copy.view(self.n, -1, x.shape[-1])
+        return copy.view(self.n, piece.shape[2] * piece.shape[3], piece.shape[4])
 
     def scores(self, rows: slice, low: int, high: int, lse: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Masked scores [n, groups * rows, high - low], less ``lse`` if given, and tanh of the soft-cap if there is
@@ -196,15 +196,15 @@ class _Blocks:
         if self.softcap or lse is None:
             torch.bmm(q, k, out=scores)
         else:
-            torch.baddbmm(lse[:, :, :, rows].neg().reshape(self.n, -1, 1).to(self.dtype), q, k, out=scores)
+            torch.baddbmm(lse[:, :, :, rows].neg().reshape(self.n, q.shape[1], 1).to(self.dtype), q, k, out=scores)
         if self.softcap:
             tanh = self.buffer("t", *scores.shape)
             torch.tanh(scores.div_(self.softcap), out=tanh)
             torch.mul(tanh, self.softcap, out=scores)
             if lse is not None:
-                scores.sub_(lse[:, :, :, rows].reshape(self.n, -1, 1))
+                scores.sub_(lse[:, :, :, rows].reshape(self.n, q.shape[1], 1))
         count = rows.stop - rows.start
-        view = scores.view(self.n, -1, count, high - low)
+        view = scores.view(self.n, self.split[1], count, high - low)
         view[..., rows.start - low :].add_(self._diagonal[:count, :count])
         # Row i of the block sees columns from i + first on, which is 0, or less where the window starts before all
         # keys.
@@ -229,7 +229,7 @@ def _backward(grad, q, k, v, out, lse, dq, dk, dv, scale, window, softcap, keep,
     def add(into: Tensor, left: Tensor, right: Tensor, low: int, high: int) -> None:
         product = part.buffer("k", part.n, high - low, right.shape[-1])
         torch.bmm(left.transpose(1, 2), right, out=product)
-        product = product.view(into.shape[0], into.shape[1], high - low, -1)
+        product = product.view(into.shape[0], into.shape[1], high - low, right.shape[-1])
         # Without a window the first block, the last rows, has every key: it fills the sum and the others are added.
         into.copy_(product) if high - low == part.seq else into[:, :, low:high].add_(product)
 
@@ -243,13 +243,13 @@ def _backward(grad, q, k, v, out, lse, dq, dk, dv, scale, window, softcap, keep,
         add(sums[1], p if keep is None else ds, g, low, high)
         torch.bmm(g, part.values[:, low:high].transpose(1, 2), out=ds)
         part.drop(ds, rows, low, high)
-        ds.sub_(delta[:, :, :, rows].reshape(part.n, -1, 1)).mul_(p)  # dS = P (dP - rowsum(dO O))
+        ds.sub_(delta[:, :, :, rows].reshape(part.n, p.shape[1], 1)).mul_(p)  # dS = P (dP - rowsum(dO O))
         if tanh is not None:
             ds.mul_(tanh.square_().neg_().add_(1))
         qs = part.buffer("q", part.n, p.shape[1], part.dim)
         add(sums[0], ds, qs, low, high)
         torch.bmm(ds, part.keys[:, low:high], out=qs)
-        dq[:, :, :, rows].copy_(qs.mul_(scale).view(*part.lead, -1, part.dim))
+        dq[:, :, :, rows].copy_(qs.mul_(scale).view(*part.lead, rows.stop - rows.start, part.dim))
     for total, x in zip(sums, (dk, dv)):
         if total is not x:
             x.copy_(total)

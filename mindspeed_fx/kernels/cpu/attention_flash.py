@@ -11,7 +11,6 @@ Source: Dao 2023, "FlashAttention-2", algorithms 1 and 2; measured by benchmarks
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,14 +108,14 @@ def attention_flash(
     Returns:
         out [batch, heads, q_seq, v_dim] stored as [batch, q_seq, heads, v_dim]; lse [batch, heads, q_seq].
     """
-    if supports(q, k, v, mask) or (kernel := cpp.function("attention_forward")) is None:
+    if is_empty(q, k, v) or supports(q, k, v, mask) or cpp.function("attention_forward") is None:
         return attention.attention.reference(q, k, v, mask, causal, scale, window, softcap, sinks)
     q, k, v = (_rows(x) for x in (q, k, v))
     out, lse = _fake(q, k, v, causal, scale)
     sinks = None if sinks is None else sinks.float().contiguous()
     packed = torch.empty(v.shape[0] * v.shape[1] * v.shape[3] * -(-v.shape[2] // TILE) * TILE, dtype=torch.float32)
     problem, kept = _problem(q, k, v, causal, scale, window, softcap, mask)
-    _call(kernel, problem, q, k, v, out, lse, sinks, packed)
+    _call("attention_forward", problem, q, k, v, out, lse, sinks, packed)
     return out, lse
 
 
@@ -134,23 +133,29 @@ def attention_flash_backward(grad, q, k, v, out, lse, causal, scale, window=0, s
     """Gradients (dq, dk, dv) of :func:`attention_flash`, each shaped as its input, stored as [batch, seq, heads,
     dim].
     """
-    if supports(q, k, v, mask) or grad.dtype != q.dtype or (kernel := cpp.function("attention_backward")) is None:
+    is_served = not is_empty(grad, q, k, v) and not supports(q, k, v, mask) and grad.dtype == q.dtype
+    if not is_served or cpp.function("attention_backward") is None:
         return attention.attention_backward.reference(grad, q, k, v, out, lse, mask, causal, scale, window, softcap)
     grad, q, k, v, out = (_rows(x) for x in (grad, q, k, v, out))
     dq, dk, dv = _fake_backward(grad, q, k, v, out, lse, causal, scale)
     problem, kept = _problem(q, k, v, causal, scale, window, softcap, mask)
     shared = problem.batch * problem.kv_heads < problem.threads and problem.heads != problem.kv_heads
     if not shared and q.dtype == torch.float32:
-        _call(kernel, problem, grad, q, k, v, out, lse, dq, dk, dv)
+        _call("attention_backward", problem, grad, q, k, v, out, lse, dq, dk, dv)
         return dq, dk, dv
     # A thread takes whole heads: where those that share keys are too few, each query head gets gradients of its own
     # first.
     problem.gradient_heads = problem.heads if shared else problem.kv_heads
     wide = [x.new_empty((x.shape[0], problem.gradient_heads, *x.shape[2:]), dtype=torch.float32) for x in (k, v)]
-    _call(kernel, problem, grad, q, k, v, out, lse, dq, *wide)
+    _call("attention_backward", problem, grad, q, k, v, out, lse, dq, *wide)
     for one, total in zip(wide, (dk, dv)):
         total.copy_(one.unflatten(1, (total.shape[1], -1)).sum(2) if shared else one)
     return dq, dk, dv
+
+
+def is_empty(*tensors: Tensor) -> bool:
+    """Whether one has no elements, of which small products cannot be made; sizes are numbers here."""
+    return any(x.numel() == 0 for x in tensors)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -187,13 +192,13 @@ def _problem(
     return problem, mask
 
 
-def _call(kernel: Any, problem: _Problem, *tensors: Tensor | None) -> None:
+def _call(kernel: str, problem: _Problem, *tensors: Tensor | None) -> None:
     strides = (ctypes.c_int64 * (3 * len(tensors)))()
     for i, x in enumerate(tensors):
         if x is not None and x.dim() > 1:  # the sinks and the work buffer have no rows
             strides[3 * i : 3 * i + 3] = x.stride()[:3]
     data = (ctypes.c_void_p * len(tensors))(*(None if x is None else x.data_ptr() for x in tensors))
-    kernel(ctypes.byref(problem), data, strides)
+    cpp.call(kernel, ctypes.byref(problem), data, strides)
 
 
 @attention_flash.shard

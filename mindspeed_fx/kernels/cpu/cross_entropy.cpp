@@ -25,7 +25,7 @@ float fold(float* x, int64_t n, float start, F f, C combine) {
 
 // losses [rows]; d [rows, vocab] the gradients of sum(upstream * losses), may be the logits themselves, or null; upstream
 // [rows] or null for ones. The logits are overwritten.
-extern "C" void cross_entropy(int64_t rows, int64_t vocab, float* logits, float* d, const int64_t* target, const float* upstream, float* losses, float smoothing, float z_loss, float softcap, int64_t threads) {
+extern "C" int cross_entropy(int64_t rows, int64_t vocab, float* logits, float* d, const int64_t* target, const float* upstream, float* losses, float smoothing, float z_loss, float softcap, int64_t threads) {
   const auto larger = [](float a, float b) { return std::max(a, b); };
   const auto plus = [](float a, float b) { return a + b; };
 #pragma omp parallel for num_threads(threads)
@@ -54,4 +54,5 @@ extern "C" void cross_entropy(int64_t rows, int64_t vocab, float* logits, float*
       g[target[r]] -= up * (1.0f - smoothing) * slope;
     }
   }
+  return 0;
 }

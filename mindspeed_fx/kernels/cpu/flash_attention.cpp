@@ -80,23 +80,26 @@ void add_mask(const Mask& m, int64_t b, int64_t h, const Tile& t, float* s, floa
 
 // data, strides: q, k, v, out, lse, sinks, packed [batch, kv_heads, tiles of keys, v_dim, T]; sinks may be null.
 template <class E>
-void forward(const Problem& n, void* const* data, const int64_t* strides) {
+bool forward(const Problem& n, void* const* data, const int64_t* strides) {
   const View q = view<E>(0, data, strides), k = view<E>(1, data, strides), v = view<E>(2, data, strides), out = view<E>(3, data, strides);
   const View lse = view<float>(4, data, strides);
   const float* sinks = static_cast<const float*>(data[5]);
   float* packed = static_cast<float*>(data[6]);
   const int64_t query_tiles = tiles(n.queries), key_tiles = tiles(n.keys), group = n.heads / n.kv_heads;
+  std::atomic<bool> failed{false};
 #pragma omp parallel num_threads(n.threads)
   {
+    const Buffer work(T * T + (COPIES<E> * std::max(n.dim, T) + n.dim + n.v_dim + 4) * T, failed);
+    const int64_t batches = has_all(failed) ? n.batch : 0;
 #pragma omp for collapse(3)
-    for (int64_t b = 0; b < n.batch; ++b)
+    for (int64_t b = 0; b < batches; ++b)
       for (int64_t h = 0; h < n.kv_heads; ++h)
         for (int64_t j = 0; j < key_tiles; ++j)
           transpose(v.at(b, h, j * T), v.row, std::min(T, n.keys - j * T), n.v_dim, packed + ((b * n.kv_heads + h) * key_tiles + j) * n.v_dim * T, T);
-    float* s = buffer(T * T + (COPIES<E> * std::max(n.dim, T) + n.dim + n.v_dim + 4) * T);
+    float* s = work.data;
     float *qt = s + T * T, *sum_v = qt + n.dim * T, *top = sum_v + n.v_dim * T, *sum = top + T, *shrink = sum + T, *high = shrink + T, *copy = high + T;
 #pragma omp for collapse(3) schedule(dynamic, 1)
-    for (int64_t b = 0; b < n.batch; ++b)
+    for (int64_t b = 0; b < batches; ++b)
       for (int64_t h = 0; h < n.heads; ++h)
         for (int64_t back = 1; back <= query_tiles; ++back) {  // the last rows, which see the most keys, first
           const int64_t q0 = (query_tiles - back) * T, nq = std::min(T, n.queries - q0);
@@ -142,25 +145,28 @@ void forward(const Problem& n, void* const* data, const int64_t* strides) {
             for (int64_t c = 0; c < nq; ++c) sum_v[x * T + c] *= shrink[c];
           transpose(sum_v, T, n.v_dim, nq, out.at(b, h, q0), out.row);
         }
-    release(s);
   }
+  return failed;
 }
 
 // data, strides: grad, q, k, v, out, lse, dq, dk, dv. dk and dv are float32 and have gradient_heads heads: a multiple of kv_heads that divides heads.
 template <class E>
-void backward(const Problem& n, void* const* data, const int64_t* strides) {
+bool backward(const Problem& n, void* const* data, const int64_t* strides) {
   const View grad = view<E>(0, data, strides), q = view<E>(1, data, strides), k = view<E>(2, data, strides), v = view<E>(3, data, strides), out = view<E>(4, data, strides),
              dq = view<E>(6, data, strides);
   const View lse = view<float>(5, data, strides), dk = view<float>(7, data, strides), dv = view<float>(8, data, strides);
   const int64_t query_tiles = tiles(n.queries), key_tiles = tiles(n.keys), group = n.heads / n.gradient_heads, share = n.gradient_heads / n.kv_heads;
+  std::atomic<bool> failed{false};
 #pragma omp parallel num_threads(n.threads)
   {
-    float* kt = buffer(key_tiles * T * n.dim + 3 * T * T + (2 * n.dim + n.v_dim + 2 + COPIES<E> * (2 * n.dim + 3 * n.v_dim + T)) * T);
+    const Buffer work(key_tiles * T * n.dim + 3 * T * T + (2 * n.dim + n.v_dim + 2 + COPIES<E> * (2 * n.dim + 3 * n.v_dim + T)) * T, failed);
+    const int64_t batches = has_all(failed) ? n.batch : 0;
+    float* kt = work.data;
     float *p = kt + key_tiles * T * n.dim, *ds = p + T * T, *bend = ds + T * T, *qt = bend + T * T, *dqt = qt + n.dim * T, *gt = dqt + n.dim * T;
     float *delta = gt + n.v_dim * T, *top = delta + T, *q_copy = top + T, *k_copy = q_copy + n.dim * T;
     float *grad_copy = k_copy + n.dim * T, *out_copy = grad_copy + n.v_dim * T, *v_copy = out_copy + n.v_dim * T, *mask = v_copy + n.v_dim * T;
 #pragma omp for collapse(2) schedule(dynamic, 1)
-    for (int64_t b = 0; b < n.batch; ++b)
+    for (int64_t b = 0; b < batches; ++b)
       for (int64_t g = 0; g < n.gradient_heads; ++g) {
         for (int64_t j = 0; j < key_tiles; ++j) transpose(k.at(b, g / share, j * T), k.row, std::min(T, n.keys - j * T), n.dim, kt + j * T * n.dim, T);
         for (int64_t key = n.causal || !n.queries ? query_tiles * T : n.keys; key < n.keys; ++key) {  // keys that no query sees
@@ -216,16 +222,21 @@ void backward(const Problem& n, void* const* data, const int64_t* strides) {
             if (low != end) transpose(dqt, T, n.dim, nq, dq.at(b, h, q0), dq.row);
           }
       }
-    release(kt);
   }
+  return failed;
 }
 
 }  // namespace
 
-extern "C" void attention_forward(const Problem* problem, void* const* data, const int64_t* strides) {
-  with_type(problem->type, [&](auto* type) { forward<std::remove_pointer_t<decltype(type)>>(*problem, data, strides); });
+// Both return 1 where there is no memory for the work buffers, and have then written nothing that counts.
+extern "C" int attention_forward(const Problem* problem, void* const* data, const int64_t* strides) {
+  bool failed = false;
+  with_type(problem->type, [&](auto* type) { failed = forward<std::remove_pointer_t<decltype(type)>>(*problem, data, strides); });
+  return failed;
 }
 
-extern "C" void attention_backward(const Problem* problem, void* const* data, const int64_t* strides) {
-  with_type(problem->type, [&](auto* type) { backward<std::remove_pointer_t<decltype(type)>>(*problem, data, strides); });
+extern "C" int attention_backward(const Problem* problem, void* const* data, const int64_t* strides) {
+  bool failed = false;
+  with_type(problem->type, [&](auto* type) { failed = backward<std::remove_pointer_t<decltype(type)>>(*problem, data, strides); });
+  return failed;
 }

@@ -57,13 +57,16 @@ void put(const Product& p, int64_t b, int64_t row, int64_t first, int64_t width,
   });
 }
 
-void multiply(const Product& p, int64_t b, int64_t threads, float* packed) {
+bool multiply(const Product& p, int64_t b, int64_t threads, float* packed) {
   const int64_t columns = block_columns(p.n, p.k), row_tiles = parts(p.m, ROWS), steps = parts(p.k, DEPTH), deep = padded(p.k);
+  std::atomic<bool> failed{false};
 #pragma omp parallel num_threads(threads)
   {
-    float* at = buffer(ROWS * DEPTH + ROWS * columns);
+    const Buffer work(ROWS * DEPTH + ROWS * columns, failed);
+    const int64_t all = has_all(failed) ? p.n : 0;
+    float* at = work.data;
     float* sums = at + ROWS * DEPTH;  // [panels, ROWS, COLUMNS]
-    for (int64_t first = 0; first < p.n; first += columns) {
+    for (int64_t first = 0; first < all; first += columns) {
       const int64_t width = std::min(columns, p.n - first), panels = parts(width, COLUMNS);
 #pragma omp for collapse(2)
       for (int64_t j = 0; j < panels; ++j)
@@ -88,8 +91,8 @@ void multiply(const Product& p, int64_t b, int64_t threads, float* packed) {
               put(p, b, i * ROWS + y, first + j * COLUMNS, std::min(COLUMNS, width - j * COLUMNS), sums + ((j - g * share) * ROWS + y) * COLUMNS);
         }
     }
-    release(at);
   }
+  return failed;
 }
 
 }  // namespace
@@ -99,11 +102,15 @@ extern "C" int64_t narrow_product_floats(const Product* p) {
   return (p->batch > 1 ? p->threads : 1) * padded(p->k) * block_columns(p->n, p->k);
 }
 
-extern "C" void narrow_product(const Product* problem) {
+// Returns 1 where there is no memory.
+extern "C" int narrow_product(const Product* problem) {
   const Product p = *problem;
   if (p.batch == 1) return multiply(p, 0, p.threads, p.packed);
   const int64_t floats = padded(p.k) * block_columns(p.n, p.k);
+  std::atomic<bool> failed{false};
 #pragma omp parallel for num_threads(p.threads)
   for (int64_t t = 0; t < p.threads; ++t)
-    for (int64_t b = t; b < p.batch; b += p.threads) multiply(p, b, 1, p.packed + t * floats);
+    for (int64_t b = t; b < p.batch; b += p.threads)
+      if (multiply(p, b, 1, p.packed + t * floats)) failed = true;
+  return failed;
 }

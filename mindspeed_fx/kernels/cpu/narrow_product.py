@@ -71,8 +71,7 @@ def multiply(
     """
     out = a.new_empty((*a.shape[:-1], b.shape[-1])) if out is None else out
     is_served = a.dtype in TYPES and b.dtype in TYPES and a.numel() and b.numel() and not cpp.problem()
-    kernel = cpp.function("narrow_product") if is_served else None
-    if kernel is None:
+    if not is_served or cpp.function("narrow_product") is None:
         return _in_torch(a, b, out, bias, scale, add)
     if _layout(out)[-1] != 1:
         if bias is not None or _layout(out)[-2] != 1:
@@ -89,7 +88,7 @@ def multiply(
     floats.restype = ctypes.c_int64
     packed = torch.empty(floats(ctypes.byref(data)), dtype=torch.float32)
     data.bias, data.packed, data.scale = None if bias is None else bias.data_ptr(), packed.data_ptr(), scale
-    kernel(ctypes.byref(data))
+    cpp.call("narrow_product", ctypes.byref(data))
     return out
 
 

@@ -53,11 +53,12 @@ def weight_gradient(a: Tensor, b: Tensor, out: Tensor | None = None, scale: floa
     out = a.new_empty((m, n)) if out is None else out
     if k == 0:
         return out if add else out.zero_()
-    if (kernel := cpp.function("weight_gradient")) is None:
+    if cpp.function("weight_gradient") is None:
         return torch.addmm(out, a.t(), b, beta=int(add), alpha=scale, out=out)
     packed = torch.empty_like(b)
     size, data = ctypes.c_int64, ctypes.c_void_p
-    kernel(
+    cpp.call(
+        "weight_gradient",
         size(m),
         size(n),
         size(k),

@@ -12,7 +12,6 @@ import functools
 import hashlib
 import importlib.util
 import pathlib
-import tempfile
 from typing import Any, Callable
 
 import torch
@@ -20,6 +19,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from mindspeed_fx.kernels.triton.launch import launch, power_of_two, programs, warps
+from mindspeed_fx.private_files import process_folder
 
 TILE = 4096
 """Elements that a tile of rows aims at."""
@@ -114,17 +114,12 @@ def _expression(node: fx.Node, known: dict[fx.Node, str]) -> str:
 @functools.cache
 def load(text: str) -> Any:
     """The kernel of a text of :func:`source`, which is kept in a file for the process."""
-    path = pathlib.Path(_folder().name, f"region_{hashlib.sha256(text.encode()).hexdigest()[:16]}.py")
+    path = pathlib.Path(process_folder(), f"region_{hashlib.sha256(text.encode()).hexdigest()[:16]}.py")
     path.write_text(text)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return next(v for k, v in vars(module).items() if k not in ("triton", "tl") and hasattr(v, "arg_names"))
-
-
-@functools.cache
-def _folder() -> tempfile.TemporaryDirectory:
-    return tempfile.TemporaryDirectory(prefix="mindspeed_fx-")
 
 
 def run(text: str, shape: tuple[int, ...], inputs: list[Tensor], outputs: list[Tensor]) -> None:

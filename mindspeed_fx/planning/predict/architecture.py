@@ -7,9 +7,13 @@ architecture("llama3-8b")                                           # a publishe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Sequence
+from typing import Any, Iterable, Sequence
 
+from mindspeed_fx import arguments
 from mindspeed_fx.errors import OptionError
+
+NORMS = ("rms", "layer")
+POSITIONS = ("rope", "learned", "alibi", "none")
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,10 @@ class Architecture:
     v_dim: int = 0
     mtp_layers: int = 0
     """Layers that predict further tokens, each with a head."""
+
+    def __post_init__(self) -> None:
+        sizes = dict.fromkeys(("layers", "hidden", "heads", "vocab"), 1)
+        arguments.check_fields("architecture", self, sizes, {"norm": NORMS, "positions": POSITIONS})
 
     @property
     def dim(self) -> int:
@@ -156,6 +164,7 @@ FLAGS = {
     "--window-size": "window",
 }
 """Flag of Megatron or MindSpeed-LLM -> field."""
+VOCABULARY = ("--padded-vocab-size", "--vocab-size")
 
 
 def values_of(flags: Sequence[str]) -> dict[str, str]:
@@ -168,13 +177,36 @@ def values_of(flags: Sequence[str]) -> dict[str, str]:
     return result
 
 
+def check_flags(flags: Any) -> None:
+    """Words of a launch, as a shell passes them."""
+    if isinstance(flags, str) or not isinstance(flags, Sequence) or not all(isinstance(w, str) for w in flags):
+        raise OptionError(
+            f"flags are {arguments.format_value(flags)}; a list of words is expected, as in "
+            '["--num-layers", "32", "--hidden-size", "4096"]'
+        )
+
+
+def check_numbers(texts: dict[str, str], flags: Iterable[str]) -> None:
+    """Whole numbers, of which some flags take several.
+
+    Raises:
+        OptionError: one is none.
+    """
+    for flag in flags:
+        text = texts.get(flag, "").split(",")[0]
+        if text and not text.lstrip("-").isdigit():
+            raise OptionError(f"{flag} is {text!r}: a whole number is expected")
+
+
 def from_flags(flags: Sequence[str]) -> Architecture:
     """The model of a Megatron launch.
 
     Raises:
         OptionError: a size that no default stands for is missing.
     """
+    check_flags(flags)
     texts = values_of(flags)
+    check_numbers(texts, [*(f for f in FLAGS if f != "--window-size"), *VOCABULARY, "--n-shared-experts"])
     sizes: dict[str, Any] = {
         field: int(texts[flag].split(",")[0])
         for flag, field in FLAGS.items()

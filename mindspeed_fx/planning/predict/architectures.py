@@ -6,6 +6,7 @@ import dataclasses
 import re
 from typing import Any, Sequence
 
+from mindspeed_fx import arguments
 from mindspeed_fx.errors import OptionError, nearest
 from mindspeed_fx.planning.predict.architecture import Architecture, from_flags
 
@@ -130,10 +131,14 @@ def architecture(model: "Architecture | str | Sequence[str] | dict[str, Any]", *
     elif isinstance(model, str):
         result = find_published(model)
     elif isinstance(model, dict):
-        known = [f.name for f in dataclasses.fields(Architecture)]
-        for name in (n for n in model if n not in known):
-            raise OptionError(f"an architecture has no {name!r}; valid: {', '.join(known)}{nearest(name, known)}")
+        arguments.check_names("architecture", model, Architecture)
         result = Architecture(**model)
-    else:
+    elif isinstance(model, Sequence):
         result = from_flags(model)
+    else:
+        raise OptionError(
+            f"the model is {arguments.format_value(model)}; an architecture is expected: a published name, the flags "
+            "of a launch, or the fields of Architecture"
+        )
+    arguments.check_names("architecture", {**dataclasses.asdict(result), **changes}, Architecture)
     return dataclasses.replace(result, **changes) if changes else result

@@ -9,8 +9,9 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Any, Iterator
+from typing import Any, Iterator, Mapping
 
+from mindspeed_fx import arguments
 from mindspeed_fx.cost.device import Hardware
 from mindspeed_fx.cost.hardware import hardware as device
 from mindspeed_fx.cost.training import training_constants
@@ -19,7 +20,7 @@ from mindspeed_fx.planning.predict.architecture import Architecture
 from mindspeed_fx.planning.predict.architectures import architecture
 from mindspeed_fx.planning.predict.memory import peak_memory
 from mindspeed_fx.planning.predict.prediction import Prediction, predict
-from mindspeed_fx.planning.predict.settings import Settings, settings
+from mindspeed_fx.planning.predict.settings import COUNTS, Settings, settings
 from mindspeed_fx.planning.predict.step_work import step_work
 from mindspeed_fx.planning.predict.timing import time_step
 from mindspeed_fx.planning.search.layouts import divisors
@@ -27,6 +28,7 @@ from mindspeed_fx.planning.search.layouts import divisors
 CLOSE = 1.02
 """Steps nearer than this are taken for equal, and the simpler settings preferred: below it the order of two runs of one
 model is right no more often than not (docs/cost.md)."""
+MESH_OF_ONE = {**dict.fromkeys(("devices", "tp", "pp", "cp", "ep"), 1), "batch": 0, "shards": 0}
 MICROBATCHES = (1, 2, 4, 8)
 """Sequences of a microbatch that are tried, where the run leaves them open."""
 
@@ -116,8 +118,16 @@ def best_settings(
     Raises:
         OptionError: a size is missing, or nothing fits.
     """
+    needed = {**dict.fromkeys(("devices", "sequence"), 1), **run} if isinstance(run, Mapping) else run
+    arguments.check_names("best_settings: the run", needed, Settings)
     if missing := [n for n in ("devices", "sequence", "batch") if n not in run]:
         raise OptionError(f"best_settings: the run has no {', '.join(missing)}")
+    arguments.check_whole("best_settings", "keep", keep)
+    if isinstance(memory, bool) or not isinstance(memory, (int, float)) or not 0 <= memory < math.inf:
+        arguments.refuse("best_settings", "memory", memory, "bytes are expected, or 0 for nine tenths of the device")
+    for name in (n for n in (*COUNTS, "batch", "shards") if n in run):
+        arguments.check_whole("settings", name, run[name], least=1 if name in COUNTS else 0)
+    settings({**run, **MESH_OF_ONE})  # a value that is wrong by itself would look like one that fits nowhere
     shape, hw = architecture(model), device(hardware)
     limit, constants = memory or 0.9 * hw.memory, training_constants(hw)
     times: list[tuple[float, tuple, Settings]] = []

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Sequence
 
-from mindspeed_fx.planning.predict.architecture import values_of
+from mindspeed_fx.errors import OptionError
+from mindspeed_fx.planning.predict.architecture import check_flags, check_numbers, values_of
 from mindspeed_fx.planning.predict.settings import Settings
 
 SIZES = {
@@ -17,6 +18,13 @@ SIZES = {
     "--expert-model-parallel-size": "ep",
     "--expert-tensor-parallel-size": "etp",
 }
+NUMBERS = (
+    "--num-layers",
+    "--num-layers-per-virtual-pipeline-stage",
+    "--num-virtual-stages-per-pipeline-rank",
+    "--recompute-num-layers",
+    "--lora-r",
+)
 SWITCHES = {
     "--overlap-grad-reduce": "overlap_gradients",
     "--overlap-param-gather": "overlap_parameters",
@@ -38,9 +46,13 @@ def settings_from_flags(flags: Sequence[str], devices: int) -> Settings:
     """The settings of a launch on ``devices`` ranks.
 
     Raises:
-        OptionError: sizes that do not divide each other.
+        OptionError: sizes that are missing, no numbers, or do not divide each other.
     """
+    check_flags(flags)
     texts = values_of(flags)
+    check_numbers(texts, (*SIZES, *NUMBERS))
+    if not texts.get("--seq-length"):
+        raise OptionError("the launch has no --seq-length: a step cannot be told without it")
     values: dict[str, Any] = {field: int(texts[flag]) for flag, field in SIZES.items() if texts.get(flag)}
     values |= {field: True for flag, field in SWITCHES.items() if flag in texts}
     pp, layers = values.get("pp", 1), int(texts.get("--num-layers") or 0)

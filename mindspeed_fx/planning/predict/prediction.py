@@ -8,6 +8,7 @@ from typing import Any
 from mindspeed_fx.cost.device import Hardware
 from mindspeed_fx.cost.hardware import hardware as device
 from mindspeed_fx.cost.training import interval_of, training_constants
+from mindspeed_fx.errors import OptionError
 from mindspeed_fx.planning.predict.architecture import Architecture
 from mindspeed_fx.planning.predict.architectures import architecture
 from mindspeed_fx.planning.predict.memory import Memory, peak_memory
@@ -77,6 +78,8 @@ def predict(model: Any, run: "Settings | dict[str, Any]", hardware: "str | Hardw
         OptionError: unknown names, or sizes that do not divide each other.
     """
     shape, run, hw = architecture(model), settings(run), device(hardware)
+    if run.pp * run.vpp > shape.layers + shape.mtp_layers:
+        raise OptionError(f"settings: pp={run.pp} x vpp={run.vpp} stages, and the model has {shape.layers} layers")
     constants = training_constants(hw)
     timing = time_step(shape, run, step_work(shape, run), hw, constants)
     throughput = run.tokens / run.devices / timing.seconds

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
+from mindspeed_fx import arguments
 from mindspeed_fx.errors import OptionError, nearest
 
 FUSED = ("attention", "rms_norm", "swiglu", "rope", "matmul_add")
 FRAMEWORKS = ("megatron", "legacy", "mindspore", "fsdp", "deepspeed")
 PRECISIONS = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 RECOMPUTE = ("none", "selective", "full")
+COUNTS = ("devices", "sequence", "microbatch", "tp", "pp", "vpp", "cp", "ep", "loss_chunks")
+"""From 1 on; other numbers from 0."""
 CHOICES: dict[str, tuple] = {
     "framework": FRAMEWORKS,
     "precision": PRECISIONS,
@@ -74,18 +77,18 @@ class Settings:
     """Pieces in which the head and the loss are computed."""
 
     def __post_init__(self) -> None:
-        for name, valid in CHOICES.items():
-            if getattr(self, name) not in valid:
-                raise OptionError(f"settings: {name} is {getattr(self, name)!r}; valid: {', '.join(map(str, valid))}")
-        for name in ("devices", "sequence", "microbatch", "tp", "pp", "vpp", "cp", "ep"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise OptionError(f"settings: {name} is {getattr(self, name)!r}; valid: a whole number from 1 on")
+        arguments.check_fields("settings", self, dict.fromkeys(COUNTS, 1), CHOICES)
+        if isinstance(self.fused, str) or not all(name in FUSED for name in self.fused):
+            close = nearest(str(next((n for n in self.fused if n not in FUSED), "")), FUSED)
+            arguments.refuse("settings", "fused", self.fused, f"a tuple is expected, of {', '.join(FUSED)}{close}")
         if self.devices % (self.tp * self.pp * self.cp):
             raise OptionError(
                 f"settings: tp={self.tp} x pp={self.pp} x cp={self.cp} does not divide {self.devices} devices"
             )
         if (self.dp * self.cp) % max(1, self.ep * self.expert_tp // self.tp):
             raise OptionError(f"settings: ep={self.ep} does not divide dp x cp = {self.dp * self.cp}")
+        if self.shards and (self.dp * self.cp) % self.shards:
+            raise OptionError(f"settings: shards={self.shards} does not divide dp x cp = {self.dp * self.cp}")
         if self.batch and self.batch % (self.dp * self.microbatch):
             raise OptionError(
                 f"settings: a batch of {self.batch} is no multiple of dp={self.dp} x microbatch={self.microbatch}"
@@ -131,7 +134,5 @@ def settings(values: "Settings | dict[str, Any]") -> Settings:
     """
     if isinstance(values, Settings):
         return values
-    known = [f.name for f in fields(Settings)]
-    for name in (n for n in values if n not in known):
-        raise OptionError(f"settings have no {name!r}; valid: {', '.join(known)}{nearest(name, known)}")
+    arguments.check_names("settings", values, Settings)
     return Settings(**values)

@@ -104,4 +104,9 @@ def _capture(
         torch._dynamo.reset()
     if wrong:
         raise ShardingError(wrong[0])
+    if not results or not names:
+        raise ShardingError(
+            f"plan: {type(model).__name__} computes no tensor from its arguments and parameters; a training step that "
+            "returns its loss is expected"
+        )
     return results[0], names[0]

@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 from typing import Sequence
 
 from mindspeed_fx.errors import OptionError, nearest
-from mindspeed_fx.planning.predict.architecture import FLAGS, Architecture, values_of
+from mindspeed_fx.planning.predict.architecture import (
+    FLAGS,
+    VOCABULARY,
+    Architecture,
+    check_flags,
+    check_numbers,
+    values_of,
+)
 from mindspeed_fx.planning.predict.architectures import architecture
 from mindspeed_fx.planning.predict.launch_flags import SIZES, settings_from_flags
 from mindspeed_fx.planning.predict.settings import Settings
@@ -154,13 +161,12 @@ def read_launch(words: Sequence[str], devices: int, fixed: Sequence[str] = ()) -
     Raises:
         OptionError: sizes that are missing, no numbers, or do not divide each other.
     """
+    check_flags(words)
     texts = values_of(words)
     if not texts:
         raise OptionError("no arguments of a launch script: give them after --")
-    for flag in (*SIZES, *FLAGS, *VIRTUAL_FLAGS, "--vocab-size", "--padded-vocab-size", "--recompute-num-layers"):
-        text = texts.get(flag, "").split(",")[0]
-        if text and flag != "--window-size" and not text.lstrip("-").isdigit():
-            raise OptionError(f"{flag} is {text!r}: a whole number is expected")
+    numbers = (*SIZES, *FLAGS, *VIRTUAL_FLAGS, *VOCABULARY, "--recompute-num-layers")
+    check_numbers(texts, [flag for flag in numbers if flag != "--window-size"])
     for flag in ("--seq-length", "--global-batch-size"):
         if not texts.get(flag):
             raise OptionError(f"the launch has no {flag}: a step cannot be compared without it")

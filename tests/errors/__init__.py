@@ -1,0 +1,1 @@
+"""The catalogue of wrong inputs: tables by subject, read by ``runner.py``."""
