@@ -76,7 +76,8 @@ def _rotated(w: Writer, q: str, k: str) -> list[str]:
             cos, sin = (w.emit("{}.repeat_interleave(2, -1)", t) for t in (cos, sin))
             turned = "torch.stack((-{0}[..., 1::2], {0}[..., ::2]), -1).flatten(-2)"
             return [w.emit("{0} * {1} + " + turned + " * {2}", t, cos, sin) for t in (q, k)]
-        pair = "torch.stack(({0}[..., ::2] * {1} - {0}[..., 1::2] * {2}, {0}[..., 1::2] * {1} + {0}[..., ::2] * {2}), -1).flatten(-2)"
+        even = "{0}[..., ::2] * {1} - {0}[..., 1::2] * {2}"
+        pair = f"torch.stack(({even}, {{0}}[..., 1::2] * {{1}} + {{0}}[..., ::2] * {{2}}), -1).flatten(-2)"
         return [w.emit(pair, t, cos, sin) for t in (q, k)]
     if kind == "partial":
         cos, sin = (w.emit("torch.cat(({0}[..., :1], {0}[..., :1]), -1).{1}()", angles, f) for f in ("cos", "sin"))
@@ -130,11 +131,13 @@ def _allowed(w: Writer) -> str:
         [
             "torch.ones(s, s, dtype=torch.bool).tril()", "torch.arange(s)[:, None] >= torch.arange(s)",
             "(torch.arange(s)[:, None] - torch.arange(s) < 4) & (torch.arange(s)[:, None] >= torch.arange(s))",
-            "(torch.arange(s)[:, None] - torch.arange(s)).abs() <= 3", "~torch.triu(torch.ones(s, s, dtype=torch.bool), 1)",
-            "torch.arange(s)[:, None] // 4 >= torch.arange(s) // 4", "torch.ones(s, s, dtype=torch.bool).tril(-2).logical_not()",
+            "(torch.arange(s)[:, None] - torch.arange(s)).abs() <= 3",
+            "~torch.triu(torch.ones(s, s, dtype=torch.bool), 1)",
+            "torch.arange(s)[:, None] // 4 >= torch.arange(s) // 4",
+            "torch.ones(s, s, dtype=torch.bool).tril(-2).logical_not()",
             "(torch.arange(s)[:, None] >= torch.arange(s)) | (torch.arange(s) < 3)",
             "(torch.arange(s) < s - torch.arange(b)[:, None])[:, None, None, :].expand(b, 1, s, s)",
-            "(torch.arange(s)[:, None] >= torch.arange(s)) & (torch.arange(s) < s - torch.arange(b)[:, None])[:, None, None]",
+            "torch.ones(s, s).tril().bool() & (torch.arange(s) < s - torch.arange(b)[:, None])[:, None, None]",
             "(torch.arange(s)[:, None] // 5 == torch.arange(s) // 5) & (torch.arange(s)[:, None] >= torch.arange(s))",
         ]
     )  # fmt: skip
@@ -146,13 +149,14 @@ def _by_hand(w: Writer, q: str, k: str, v: str, kv_heads: int) -> str:
     scale = w.random.choice([HEAD_DIM**-0.5, HEAD_DIM**-0.5, 1.0, 0.3])
     text = w.random.choice(
         [
-            "{0} @ {1}.transpose(-1, -2) * {2}", "torch.matmul({0}, {1}.mT) / {3}", "({0} * {2}) @ {1}.transpose(2, 3)",
-            'torch.einsum("bhid,bhjd->bhij", {0}, {1}) * {2}', "({0} * {4}) @ ({1} * {4}).mT", "{2} * ({0} @ {1}.permute(0, 1, 3, 2))",
+            "{0} @ {1}.transpose(-1, -2) * {2}", "torch.matmul({0}, {1}.mT) / {3}",
+            "({0} * {2}) @ {1}.transpose(2, 3)", 'torch.einsum("bhid,bhjd->bhij", {0}, {1}) * {2}',
+            "({0} * {4}) @ ({1} * {4}).mT", "{2} * ({0} @ {1}.permute(0, 1, 3, 2))",
             "torch.bmm({0}.flatten(0, 1), {1}.flatten(0, 1).mT).view(b, -1, s, s) * {2}",
-            "torch.baddbmm(torch.zeros(b * {5}, s, s).to({0}.dtype), {0}.flatten(0, 1), {1}.flatten(0, 1).mT, beta=0, alpha={2}).view(b, -1, s, s)",
+            "{0}.new_zeros(1).baddbmm({0}.flatten(0, 1), {1}.mT.flatten(0, 1), beta=0, alpha={2}).view(b, -1, s, s)",
         ]
     )  # fmt: skip
-    scores = w.emit(text, q, k, scale, 1 / scale, scale**0.5, HEADS)
+    scores = w.emit(text, q, k, scale, 1 / scale, scale**0.5)
     if w.random.random() < 0.15:
         scores = w.emit("{1} * torch.tanh({0} / {1})", scores, w.random.choice(["2.0", "30.0"]))
     if w.random.random() < 0.15:
@@ -169,8 +173,9 @@ def _by_hand(w: Writer, q: str, k: str, v: str, kv_heads: int) -> str:
     weights = w.emit(
         w.random.choice(
             [
-                "torch.softmax({0}, -1)", "F.softmax({0}, dim=-1)", "{0}.softmax(-1)", "F.softmax({0}, dim=-1, dtype={0}.dtype)",
-                "({0} - {0}.amax(-1, keepdim=True)).exp() / ({0} - {0}.amax(-1, keepdim=True)).exp().sum(-1, keepdim=True)",
+                "torch.softmax({0}, -1)", "F.softmax({0}, dim=-1)", "{0}.softmax(-1)",
+                "F.softmax({0}, dim=-1, dtype={0}.dtype)",
+                "(lambda e: e / e.sum(-1, keepdim=True))(torch.exp({0} - {0}.amax(-1, keepdim=True)))",
                 "torch.exp({0} - torch.logsumexp({0}, -1, keepdim=True))", "torch.exp(F.log_softmax({0}, -1))",
                 "torch.cat(({0}, torch.zeros_like({0}[..., :1])), -1).softmax(-1)[..., :-1]",
                 "F.dropout({0}.softmax(-1), 0.1, training=False)", "torch.sigmoid({0})",
@@ -191,9 +196,9 @@ def _masked(w: Writer, scores: str) -> str:
     low = w.random.choice(numbers if w.largest(scores) < 50 else numbers[:2]).format(scores)
     text = w.random.choice(
         [
-            "{0}.masked_fill(~{1}, {2})", "torch.where({1}, {0}, {2})", "{0} + torch.zeros_like({0}).masked_fill(~{1}, {2})",
-            "{0}.masked_fill({1}.logical_not(), {2})", "{0} + torch.where({1}, 0.0, {2}).to({0}.dtype)",
-            "torch.where({1} == 0, {2}, {0})",
+            "{0}.masked_fill(~{1}, {2})", "torch.where({1}, {0}, {2})",
+            "{0} + torch.zeros_like({0}).masked_fill(~{1}, {2})", "{0}.masked_fill({1}.logical_not(), {2})",
+            "{0} + torch.where({1}, 0.0, {2}).to({0}.dtype)", "torch.where({1} == 0, {2}, {0})",
         ]
     )  # fmt: skip
     return w.emit(text, scores, _allowed(w), low)

@@ -72,17 +72,20 @@ def library_norm(w: Writer, x: str, width: int) -> str:
 
 
 GATES = (
-    "F.silu({g}) * {u}", "{u} * F.silu({g})", "{g} * torch.sigmoid({g}) * {u}", "F.gelu({g}) * {u}", "torch.sigmoid({g}) * {u}",
-    'F.gelu({g}, approximate="tanh") * {u}', "F.relu({g}) * {u}", "{g} / (1 + torch.exp(-{g})) * {u}", "{g} * {u}",
-    "F.relu({g}).square() * {u}", "{g} * torch.sigmoid(1.702 * {g}) * ({u} + 1)", "torch.tanh({g}) * {u}",
+    "F.silu({g}) * {u}", "{u} * F.silu({g})", "{g} * torch.sigmoid({g}) * {u}", "F.gelu({g}) * {u}",
+    "torch.sigmoid({g}) * {u}", 'F.gelu({g}, approximate="tanh") * {u}', "F.relu({g}) * {u}",
+    "{g} / (1 + torch.exp(-{g})) * {u}", "{g} * {u}", "F.relu({g}).square() * {u}",
+    "{g} * torch.sigmoid(1.702 * {g}) * ({u} + 1)", "torch.tanh({g}) * {u}",
     "F.silu({g}.clamp(max=7.0)) * {u}.clamp(-7.0, 7.0)", "{g} * 0.5 * (1.0 + torch.erf({g} / math.sqrt(2.0))) * {u}",
-    "0.5 * {g} * (1 + torch.tanh(0.7978845608028654 * ({g} + 0.044715 * {g} * {g} * {g}))) * {u}", "F.softplus({g}) * {u}",
+    "0.5 * {g} * (1 + torch.tanh(0.7978845608028654 * ({g} + 0.044715 * {g} * {g} * {g}))) * {u}",
+    "F.softplus({g}) * {u}",
 )  # fmt: skip
 
 ACTIVATIONS = (
-    "F.gelu({})", 'F.gelu({}, approximate="tanh")', "F.relu({})", "F.silu({})", "F.relu({}).square()", "torch.tanh({})",
-    "{0} * 0.5 * (1.0 + torch.erf({0} / 1.4142135623730951))", "{0} * torch.sigmoid(1.702 * {0})", "F.mish({})",
-    "0.5 * {0} * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * ({0} + 0.044715 * torch.pow({0}, 3.0))))", "F.softplus({})",
+    "F.gelu({})", 'F.gelu({}, approximate="tanh")', "F.relu({})", "F.silu({})", "F.relu({}).square()",
+    "torch.tanh({})", "{0} * 0.5 * (1.0 + torch.erf({0} / 1.4142135623730951))", "{0} * torch.sigmoid(1.702 * {0})",
+    "F.mish({})", "0.5 * {0} * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * ({0} + 0.044715 * torch.pow({0}, 3.0))))",
+    "F.softplus({})",
 )  # fmt: skip
 
 

@@ -22,8 +22,9 @@ def loss(w: Writer, x: str, labels: str, embedding: str | None) -> str:
         return w.emit("F.cross_entropy({}.reshape(-1, {}), {}.reshape(-1))", logits, VOCAB, labels)
     text = w.random.choice(
         [
-            "F.cross_entropy({0}.reshape(-1, {2}), {1}.reshape(-1))", "F.cross_entropy({0}.flatten(0, 1), {1}.flatten())",
-            "F.cross_entropy({0}.transpose(1, 2), {1})", "F.nll_loss(F.log_softmax({0}, -1).flatten(0, 1), {1}.flatten())",
+            "F.cross_entropy({0}.reshape(-1, {2}), {1}.reshape(-1))",
+            "F.cross_entropy({0}.flatten(0, 1), {1}.flatten())", "F.cross_entropy({0}.transpose(1, 2), {1})",
+            "F.nll_loss(F.log_softmax({0}, -1).flatten(0, 1), {1}.flatten())",
             "F.cross_entropy({0}.reshape(-1, {2}), {1}.reshape(-1), label_smoothing=0.1)",
             "F.cross_entropy({0}.reshape(-1, {2}), {1}.reshape(-1), reduction='sum') / {1}.numel()",
             "F.cross_entropy({0}.reshape(-1, {2}), {1}.reshape(-1), reduction='none').view({1}.shape).mean(0)",

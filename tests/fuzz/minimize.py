@@ -12,7 +12,7 @@ import torch
 
 from .generate import Case, Settings
 from .oracle import Failure
-from .program import Program, Region, Statement, load, build, inputs_of
+from .program import Region, Statement, build, inputs_of, load
 
 Judge = Callable[[Case], Failure | None]
 

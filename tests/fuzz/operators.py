@@ -7,12 +7,13 @@ from .writer import HIDDEN, Writer
 UNARY = (
     "torch.exp({}.clamp(max=3))", "torch.tanh({})", "torch.sigmoid({})", "F.silu({})", "F.gelu({})", "torch.relu({})",
     'F.gelu({}, approximate="tanh")', "F.softplus({})", "torch.log1p({}.abs())", "torch.sqrt({}.abs() + 0.1)", "-{}",
-    "torch.rsqrt({}.pow(2) + 1.0)", "{}.square()", "{} ** 3 * 0.1", "torch.erf({})", "{} * 0.5", "{} + 1.0", "1.5 - {}",
-    "{} / 2", "{}.clamp(-1, 1)", "torch.where({0} > 0, {0}, 0.1 * {0})", "F.leaky_relu({})", "F.elu({})", "{}.abs()",
-    "{}.neg().exp().clamp(max=9).add(1).reciprocal()", "F.mish({})", "torch.sin({})", "torch.cos({})", "F.hardswish({})",
-    "{}.detach()", "{}.clone()", "torch.atan({})", "F.logsigmoid({})", "F.relu({}).square()", "{0} * torch.sigmoid({0})",
-    "{0} * torch.sigmoid(1.702 * {0})", "F.dropout({}, 0.1, training=False)", "{}.contiguous()", "torch.nan_to_num({})",
-    "{0} - {0}.detach()", "{}.masked_fill({} > 1, 0.5)", "F.threshold({}, 0.1, 0.2)", "{}.sign()", "{}.frac()",
+    "torch.rsqrt({}.pow(2) + 1.0)", "{}.square()", "{} ** 3 * 0.1", "torch.erf({})", "{} * 0.5", "{} + 1.0",
+    "1.5 - {}", "{} / 2", "{}.clamp(-1, 1)", "torch.where({0} > 0, {0}, 0.1 * {0})", "F.leaky_relu({})", "F.elu({})",
+    "{}.abs()", "{}.neg().exp().clamp(max=9).add(1).reciprocal()", "F.mish({})", "torch.sin({})", "torch.cos({})",
+    "F.hardswish({})", "{}.detach()", "{}.clone()", "torch.atan({})", "F.logsigmoid({})", "F.relu({}).square()",
+    "{0} * torch.sigmoid({0})", "{0} * torch.sigmoid(1.702 * {0})", "F.dropout({}, 0.1, training=False)",
+    "{}.contiguous()", "torch.nan_to_num({})", "{0} - {0}.detach()", "{}.masked_fill({} > 1, 0.5)",
+    "F.threshold({}, 0.1, 0.2)", "{}.sign()", "{}.frac()",
 )  # fmt: skip
 
 BINARY = (
@@ -31,24 +32,27 @@ REDUCED = (
 ALONG = (
     "torch.softmax({}, {d})", "torch.log_softmax({}, {d})", "torch.cumsum({}, {d})", "torch.flip({}, ({d},))",
     "torch.roll({}, 1, {d})", "{}.sort({d}).values", "F.normalize({}, dim={d})", "{0} - {0}.mean({d}, keepdim=True)",
-    "{0} / {0}.abs().sum({d}, keepdim=True).clamp_min(0.1)", "{0} * torch.rsqrt({0}.pow(2).mean({d}, keepdim=True) + 1e-5)",
-    "({0} - {0}.amax({d}, keepdim=True)).exp()", "torch.logcumsumexp({}, {d})", "F.softmin({}, {d})",
-    "{}.diff(dim={d})", "{}.narrow({d}, 0, 1)", "torch.cat(({0}, -{0}), {d})", "torch.stack(({0}, {0} * 2), {d}).sum({d})",
-    "{}.unsqueeze({d}).squeeze({d})", "{}.movedim({d}, 0)", "{}.transpose({d}, 0)", "{}.repeat_interleave(2, {d})",
-    "{}.chunk(2, {d})[0]", "{}.select({d}, 0)", "{}.topk(1, {d}).values", "{}.unbind({d})[0]",
+    "{0} / {0}.abs().sum({d}, keepdim=True).clamp_min(0.1)",
+    "{0} * torch.rsqrt({0}.pow(2).mean({d}, keepdim=True) + 1e-5)", "({0} - {0}.amax({d}, keepdim=True)).exp()",
+    "torch.logcumsumexp({}, {d})", "F.softmin({}, {d})", "{}.diff(dim={d})", "{}.narrow({d}, 0, 1)",
+    "torch.cat(({0}, -{0}), {d})", "torch.stack(({0}, {0} * 2), {d}).sum({d})", "{}.unsqueeze({d}).squeeze({d})",
+    "{}.movedim({d}, 0)", "{}.transpose({d}, 0)", "{}.repeat_interleave(2, {d})", "{}.chunk(2, {d})[0]",
+    "{}.select({d}, 0)", "{}.topk(1, {d}).values", "{}.unbind({d})[0]",
 )  # fmt: skip
 
 WHOLE = (
-    "{}.mean()", "{}.sum() * 0.01", "{}.pow(2).mean().sqrt()", "{}.flatten()", "{}.mT", "{}.reshape(-1)", "{}[..., 1:]",
-    "{}[..., :-1]", "{}[..., ::2]", "{}[:, None]", "F.pad({}, (1, 2))", "F.pad({}, (1, 0), value=0.5)", "{}[0]", "{}[1:]",
-    "F.layer_norm({0}, {0}.shape[-1:])", "F.rms_norm({0}, {0}.shape[-1:])", "{}.tril()", "{}.triu(1)", "{}[-1]",
-    "torch.diagonal_scatter({0}, torch.zeros_like({0}.diagonal()))", "{}.expand(2, *{0}.shape)", "{}.to(torch.float32)",
+    "{}.mean()", "{}.sum() * 0.01", "{}.pow(2).mean().sqrt()", "{}.flatten()", "{}.mT", "{}.reshape(-1)",
+    "{}[..., 1:]", "{}[..., :-1]", "{}[..., ::2]", "{}[:, None]", "F.pad({}, (1, 2))", "F.pad({}, (1, 0), value=0.5)",
+    "{}[0]", "{}[1:]", "F.layer_norm({0}, {0}.shape[-1:])", "F.rms_norm({0}, {0}.shape[-1:])", "{}.tril()",
+    "{}.triu(1)", "{}[-1]", "torch.diagonal_scatter({0}, torch.zeros_like({0}.diagonal()))",
+    "{}.expand(2, *{0}.shape)", "{}.to(torch.float32)",
 )  # fmt: skip
 
 WRITES = (
     "{}.mul_(0.5)", "{}.add_(1.0)", "{}[..., 0] = 0.25", "{}[..., 1:] += 0.5", "{}[0].mul_(2.0)", "{}.clamp_(-1, 1)",
     "{}.masked_fill_({0} > 0.5, 0.1)", "{}.transpose(0, -1).mul_(0.3)", "{}[:1].zero_()", "{}.view(-1)[1:].tanh_()",
-    "{}.copy_({0}.detach() * 2)", "{}.exp_()", "{}.sigmoid_()", "{}.diagonal().add_(0.2)", "{}.index_fill_(0, torch.tensor([0]), 0.3)",
+    "{}.copy_({0}.detach() * 2)", "{}.exp_()", "{}.sigmoid_()", "{}.diagonal().add_(0.2)",
+    "{}.index_fill_(0, torch.tensor([0]), 0.3)",
 )  # fmt: skip
 
 
@@ -155,9 +159,10 @@ def constant(w: Writer):
     n = w.size(w.shape(x)[-1])
     text = w.random.choice(
         [
-            "{} + torch.arange({n}) * 0.1", "{} * torch.ones({n})", "{0} + {0}.new_full(({n},), 0.3)", "{} - torch.tensor(0.7)",
-            "{} * torch.linspace(0, 1, {n}).to({0}.dtype)", "{} * (torch.arange({n}) % 2 == 0)", "{0} + torch.zeros_like({0})",
-            "{0} * torch.full_like({0}, 2.0)", "{} + torch.eye({n}).to({0}.dtype)", "{} * math.sqrt({n})", "{} / {n}",
+            "{} + torch.arange({n}) * 0.1", "{} * torch.ones({n})", "{0} + {0}.new_full(({n},), 0.3)",
+            "{} - torch.tensor(0.7)", "{} * torch.linspace(0, 1, {n}).to({0}.dtype)",
+            "{} * (torch.arange({n}) % 2 == 0)", "{0} + torch.zeros_like({0})", "{0} * torch.full_like({0}, 2.0)",
+            "{} + torch.eye({n}).to({0}.dtype)", "{} * math.sqrt({n})", "{} / {n}",
         ]
     )  # fmt: skip
     return w.emit(text.replace("{n}", n), x)

@@ -1,9 +1,9 @@
 """What a compiled program must agree in with eager PyTorch, and how far it may be off.
 
-Values may differ by rounding alone. How much that is, the program itself tells: its reference runs in float64, twice with
-inputs and parameters moved by the rounding error of the coarsest type that it computes in; what that changes, times a
-factor, is allowed, and so is what eager PyTorch is off in that type. Types, shapes, which gradients are there and what was
-written into inputs must be equal.
+Values may differ by rounding alone. How much that is, the program itself tells: its reference runs in float64, and
+twice more with inputs and parameters moved by the rounding error of the coarsest type that it computes in; what that
+changes, times a factor, is allowed, and so is what eager PyTorch is off in that type. Types, shapes, which gradients
+there are and what was written into inputs must be equal.
 """
 
 from __future__ import annotations

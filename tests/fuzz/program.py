@@ -34,7 +34,7 @@ class Statement:
 
 @dataclass
 class Region:
-    """Statements that run under a context or in a function of their own; ``outs``: what later ones read of a function."""
+    """Statements under a context or in a function of their own; ``outs``: what later ones read of the function."""
 
     kind: str
     body: list[Statement | Region]
@@ -128,12 +128,22 @@ def _reads(body: list[Statement | Region]) -> list[str]:
     return reads
 
 
+def _is_read(part: Statement | Region, read: set[str]) -> bool:
+    """Whether something reads it, or it writes in place."""
+    if isinstance(part, Statement):
+        return part.name is None or part.name in read
+    return bool(part.body) and (part.kind != "checkpoint" or bool(read.intersection(part.outs)))
+
+
 def _prune(body: list[Statement | Region], read: set[str]) -> bool:
     """Whether something that nothing reads was taken away."""
-    kept = [p for p in body if (p.name is None or p.name in read if isinstance(p, Statement) else bool(p.body))]
+    kept = [part for part in body if _is_read(part, read)]
     pruned = len(kept) < len(body)
     body[:] = kept
-    return pruned | any([_prune(p.body, read) for p in body if isinstance(p, Region)])
+    for part in body:
+        if isinstance(part, Region):
+            pruned |= _prune(part.body, read)
+    return pruned
 
 
 def _count(region: Region) -> int:

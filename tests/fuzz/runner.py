@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import string
 from collections import Counter
 from dataclasses import dataclass
 
@@ -66,41 +67,52 @@ def shrink(case: Case, failure: Failure, seconds: float = 120.0) -> Case:
     return minimize(case, failure, fails, seconds)
 
 
-def script(case: Case, failure: Failure | None = None) -> str:
-    """A file that runs by itself: the program, how it is compiled, and the comparison."""
-    s = case.settings
-    head = f"# seed {case.seed}" + (
-        f": {failure.kind}, {failure.where}\n{_commented(failure.detail)}" if failure else ""
-    )
-    tail = f"""
-def run(function, model, inputs):
-    outputs = [o for o in {"function(*inputs)" if s.grad != "no_grad" else "torch.no_grad()(function)(*inputs)"}]
+SCRIPT = """\
+DTYPE, SEED, GRAD, DYNAMIC = torch.$dtype, $seed, "$grad", $dynamic
+OPTIONS = $options
+
+
+def prepare(call, sizes):
+    torch.manual_seed(SEED)
+    model = Model().to(DTYPE)
+    torch.manual_seed(SEED + call)
+    inputs = [x.to(DTYPE).requires_grad_(GRAD == "train") if x.is_floating_point() else x for x in make_inputs(*sizes)]
+    for p in list(model.parameters())[::2] if GRAD == "frozen" else ():
+        p.requires_grad_(False)
+    return model, inputs
+
+
+def step(function, model, inputs):
+    with torch.set_grad_enabled(GRAD != "no_grad"):
+        outputs = function(*inputs)
     wanted = [o for o in outputs if o.requires_grad]
     if wanted:
         torch.autograd.backward(wanted, [torch.linspace(0.5, 1.5, o.numel()).to(o.dtype).view(o.shape) for o in wanted])
-    return [o.detach() for o in outputs] + [t.grad for t in (*model.parameters(), *inputs)]
+    return [*(o.detach() for o in outputs), *(t.grad for t in (*model.parameters(), *inputs))]
 
 
 if __name__ == "__main__":
     import mindspeed_fx
 
-    for call, sizes in enumerate({_calls(case)}):
-        results = []
-        for compiled in (False, True):
-            torch.manual_seed({case.seed})
-            model = Model().to(torch.{s.dtype})
-            torch.manual_seed({case.seed} + call)
-            inputs = [x.to(torch.{s.dtype}).requires_grad_({s.grad != "frozen"}) if x.is_floating_point() else x for x in make_inputs(*sizes)]
-            for p in list(model.parameters())[::2] if {s.grad == "frozen"} else ():
-                p.requires_grad_(False)
-            function = torch.compile(
-                model, backend="mindspeed", fullgraph=True, dynamic={s.dynamic}, options={s.options}
-            ) if compiled else model
-            results.append(run(function, model, inputs))
-        for i, (eager, ours) in enumerate(zip(*results)):
-            print(call, i, "none" if eager is None or ours is None else (eager.double() - ours.double()).abs().max().item(), eager is None, ours is None)
+    for call, sizes in enumerate($calls):
+        model, inputs = prepare(call, sizes)
+        eager = step(model, model, inputs)
+        model, inputs = prepare(call, sizes)
+        compiled = torch.compile(model, backend="mindspeed", fullgraph=True, dynamic=DYNAMIC, options=OPTIONS)
+        for i, (a, b) in enumerate(zip(eager, step(compiled, model, inputs))):
+            both = a is not None and b is not None
+            print(call, i, (a.double() - b.double()).abs().max().item() if both else f"eager {a}, compiled {b}")
 """
-    return f"{head}\n{case.program.text()}\n{tail}"
+
+
+def script(case: Case, failure: Failure | None = None) -> str:
+    """A file that runs by itself: the program, how it is compiled, and what eager PyTorch and the compiled one differ
+    in."""
+    s = case.settings
+    values = {"dtype": s.dtype, "seed": case.seed, "grad": s.grad, "dynamic": s.dynamic, "options": s.options}
+    tail = string.Template(SCRIPT).substitute(values, calls=_calls(case))
+    head = f": {failure.kind}, {failure.where}\n{_commented(failure.detail)}" if failure else ""
+    return f"# seed {case.seed}{head}\n{case.program.text()}\n{tail}"
 
 
 def _calls(case: Case) -> list[tuple[int, int]]:

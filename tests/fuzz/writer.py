@@ -17,11 +17,12 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 16, 4, 2, 4, 24, 19
 
 
 NEAR_MISSES = (
-    ("-1", "-2"), ("mean", "sum"), (" + ", " - "), (" * ", " / "), ("0.5", "0.25"), ("True", "False"), (">=", ">"), ("==", "!="),
-    (".tril()", ".tril(-1)"), ("cos", "sin"), ("eps", "0.01"), ("transpose(1, 2)", "transpose(1, -1)"), ("[1]", "[0]"),
-    ("1:", ":-1"), ("pow(2)", "pow(4)"), ("silu", "gelu"), ("softmax", "log_softmax"), ("mT", "mT.flip(-1)"), ("1.0", "2.0"),
-    ("sum", "amax"), ("amax", "amin"), ("sqrt", "square"), ("~", ""), ("< ", "> "), ("rsqrt", "sqrt"), ("F.", "torch."),
-    ("zeros", "ones"), ("arange(s)", "arange(s - 1, -1, -1)"), ("-(", "+("), ("[..., :", "[..., -"), ("dim=1", "dim=2"),
+    ("-1", "-2"), ("mean", "sum"), (" + ", " - "), (" * ", " / "), ("0.5", "0.25"), ("True", "False"), (">=", ">"),
+    ("==", "!="), (".tril()", ".tril(-1)"), ("cos", "sin"), ("eps", "0.01"), ("transpose(1, 2)", "transpose(1, -1)"),
+    ("[1]", "[0]"), ("1:", ":-1"), ("pow(2)", "pow(4)"), ("silu", "gelu"), ("softmax", "log_softmax"),
+    ("mT", "mT.flip(-1)"), ("1.0", "2.0"), ("sum", "amax"), ("amax", "amin"), ("sqrt", "square"), ("~", ""),
+    ("< ", "> "), ("rsqrt", "sqrt"), ("F.", "torch."), ("zeros", "ones"), ("arange(s)", "arange(s - 1, -1, -1)"),
+    ("-(", "+("), ("[..., :", "[..., -"), ("dim=1", "dim=2"),
 )  # fmt: skip
 """Text -> text: what makes a known pattern another program that looks like it."""
 

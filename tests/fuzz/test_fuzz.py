@@ -1,0 +1,145 @@
+"""Programs at random agree with eager PyTorch, and a fault that is planted does not stay unseen."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mindspeed_fx.passes.fusion.analysis import norms
+from tests.fuzz.__main__ import main
+from tests.fuzz.generate import Case, Settings, generate
+from tests.fuzz.oracle import Failure, Result, compare, judge
+from tests.fuzz.program import Program, Region, Statement
+from tests.fuzz.runner import run_seed, script, shrink, told
+
+
+def agree(seeds: range) -> None:
+    for seed in seeds:
+        case, verdict = run_seed(seed)
+        assert not verdict.failure or verdict.theirs, told(case, verdict.failure)
+
+
+@pytest.mark.parametrize("first", range(0, 50, 2))
+def test_programs_agree(first):
+    agree(range(first, first + 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(100, 1100, 20))
+def test_a_thousand_programs_agree(first):
+    agree(range(first, first + 20))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(2000, 2020, 5))
+def test_programs_agree_with_generated_code(first):
+    for seed in range(first, first + 5):
+        case, verdict = run_seed(seed, "inductor")
+        assert not verdict.failure or verdict.theirs, told(case, verdict.failure)
+
+
+def test_a_seed_is_one_program_in_every_process():
+    command = [sys.executable, "-m", "tests.fuzz", "--show", "--seed"]
+    for seed in (1, 2):  # a model and a graph of operators
+        text = subprocess.run([*command, str(seed)], capture_output=True, text=True, check=True).stdout
+        assert text == script(generate(seed)) + "\n"
+
+
+def program(*lines: str, returns: str) -> Program:
+    body: list[Statement | Region] = [Statement(line, line.partition(" = ")[0]) for line in lines]
+    return Program(inputs={"x1": "torch.randn(b, s, 16)"}, body=body, returns=[returns])
+
+
+NORM = program(
+    "t1 = torch.exp(x1)",
+    "t2 = t1.pow(2).mean(-1, keepdim=True)",
+    "t3 = t1 * torch.rsqrt(t2 + 1e-2)",
+    "t4 = torch.tanh(t3)",
+    "t5 = t4.sum(-1)",
+    returns="t5",
+)
+
+
+def test_a_planted_fault_is_seen_and_made_small(monkeypatch):
+    """An eps read a tenth too large: values are off, and what is left of the program is the norm."""
+    case = Case(0, NORM, Settings(options={"level": 1, "codegen": "eager"}, calls=2), 2.2e-16)
+    assert judge(case).failure is None and judge(case).compared == 6
+    true = norms.normal
+
+    def wrong(*args):
+        result = true(*args)
+        return result and result._replace(eps=result.eps * 1.1)
+
+    monkeypatch.setattr(norms, "normal", wrong)
+    failure = judge(case).failure
+    assert failure and failure.kind == "differs"
+    small = shrink(case, failure)
+    assert small.program.count() == 2 and small.settings.calls == 1
+    assert "torch.rsqrt(t2 + 1e-2)" in told(small, failure)
+
+
+def test_an_error_is_a_failure_that_torch_does_not_share(monkeypatch):
+    monkeypatch.setattr(norms, "normal", lambda *_: 1 / 0)
+    case = Case(0, NORM, Settings(options={"level": 1, "codegen": "eager"}), 2.2e-16)
+    failure = judge(case).failure
+    assert failure and failure.kind == "raised" and "ZeroDivisionError" in failure.detail
+    assert judge(case, "aot_eager").failure is None
+
+
+def results(**changes: torch.Tensor | None) -> tuple[Result, Result, list[Result]]:
+    """What eager PyTorch computed, thrice, and the same with changes."""
+    eager = {
+        "output 0": torch.linspace(1, 2, 8).double(),
+        "gradient w": torch.ones(3).double(),
+        "input 0": torch.ones(2),
+    }
+    ours = {**eager, **{name.replace("_", " "): t for name, t in changes.items()}}
+    return Result(ours), Result(eager), [Result(eager)] * 3
+
+
+@pytest.mark.parametrize(
+    "changes, detail",
+    [
+        ({}, None),
+        ({"output_0": torch.linspace(1, 2, 8).double() + 1e-15}, None),
+        ({"output_0": torch.linspace(1, 2, 8).double() + 1e-9}, "off by 1e-09"),
+        ({"output_0": torch.linspace(1, 2, 8)}, "torch.float32 (8,) for torch.float64 (8,)"),
+        ({"output_0": torch.full((8,), float("nan")).double()}, "off by nan"),
+        ({"output_0": torch.ones(1, 8).double()}, "(1, 8)"),
+        ({"gradient_w": None}, "no gradient"),
+        ({"gradient_w": torch.zeros(3).double()}, "off by 1,"),
+        ({"input_0": torch.zeros(2)}, "off by 1,"),
+    ],
+)
+def test_what_must_agree(changes, detail):
+    failure, _ = compare(*results(**changes), Case(0, NORM, Settings(), 2.2e-16))
+    assert (failure and failure.kind) == (detail and "differs")
+    assert failure is None or detail in failure.detail, failure
+
+
+def test_what_nothing_reads_goes_and_writes_stay():
+    lines = ["t1 = x1.clone()", "t2 = x1.exp()", "t3 = t1 * 2"]
+    start = program(*lines, returns="t3")
+    start.body.insert(2, Statement("t1.mul_(0.5)"))
+    start.body.append(Region("checkpoint", [Statement("t4 = t3 + 1", "t4")], ("t4",)))
+    text = start.live().text()
+    assert "t2" not in text and "t4" not in text and "t1.mul_(0.5)" in text
+
+
+def test_the_command(capsys):
+    assert main(["--count", "2", "--seed", "3"]) == 0
+    assert "2 programs" in capsys.readouterr().out
+
+
+def test_scripts_run_alone(tmp_path):
+    case = dataclasses.replace(generate(3), program=NORM, settings=Settings(options={"level": 1, "codegen": "eager"}))
+    path = Path(tmp_path, "case.py")
+    path.write_text(script(case, Failure("differs", "output 0", "two\nlines")))
+    lines = subprocess.run([sys.executable, path], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert [line.split()[:2] for line in lines] == [["0", "0"], ["0", "1"]]
+    assert all(float(line.split()[2]) < 1e-12 for line in lines)
