@@ -300,6 +300,7 @@ def _cross(arg: argparse.Namespace) -> int:
     from mindspeed_fx.arguments import json_object
     from mindspeed_fx.ascend.compile import CrossError, cross_compile
 
+    options = json_object("--options", arg.options)
     split_source(arg.source)
     for name, path in (("--json", arg.json), ("--html", arg.html)):  # not after minutes of work
         check_output(name, path)
@@ -307,7 +308,7 @@ def _cross(arg: argparse.Namespace) -> int:
         report = cross_compile(
             arg.source,
             soc=arg.soc,
-            options=json_object("--options", arg.options),
+            options=options,
             baseline=not arg.no_baseline,
             kernels=not arg.no_kernels,
             toolchain=arg.dir,

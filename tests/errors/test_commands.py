@@ -174,7 +174,7 @@ EXPLAIN = [
         script(
             "explain",
             "train.py",
-            text="import torch\ntorch.compile(lambda x: x + 1, backend='mindspeed', options={'levl': 1})(torch.ones(2))\n",
+            text="import torch\ntorch.compile(abs, backend='mindspeed', options={'levl': 1})(torch.ones(2))\n",
         ),
         '"levl"',
         "level",
