@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import json
 import os
 import re
 from typing import Any, Mapping, Sequence
@@ -110,6 +111,44 @@ def check_folder(function: str, name: str, value: Any) -> None:
         refuse(function, name, os.fspath(value), "a directory is expected, and this is a file")
 
 
+def check_file(name: str, path: str) -> None:
+    """A file that the user named is there; ``name`` is the flag or the argument.
+
+    Raises:
+        FileNotFoundError, IsADirectoryError: it is not, or is a directory.
+    """
+    if os.path.isdir(path):
+        raise IsADirectoryError(f"{name} {path} is a directory; a file is expected")
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"{name} {path}: there is no such file in {os.getcwd()}")
+
+
+def check_output(name: str, path: Any) -> None:
+    """A file can be written at ``path``, before minutes of work; None is none.
+
+    Raises:
+        ArgumentError: a directory, or a directory that is not there.
+    """
+    if path is None:
+        return
+    parent = os.path.dirname(path) or "."
+    if os.path.isdir(path) or not str(path):
+        raise ArgumentError(f"{name} {path}: the name of a file is expected, and this is a directory")
+    if not os.path.isdir(parent):
+        raise ArgumentError(f"{name} {path}: there is no directory {parent}")
+
+
+def check_new_file(name: str, path: Any) -> None:
+    """As :func:`check_output`, where directories above are made."""
+    if os.path.isdir(path):
+        raise ArgumentError(f"{name} {path}: the name of a file is expected, and this is a directory")
+    above = os.path.abspath(path)
+    while not os.path.exists(above := os.path.dirname(above)):
+        pass
+    if not os.path.isdir(above):
+        raise ArgumentError(f"{name} {path}: {above} is a file, and no directory can be made below it")
+
+
 def check_instance(function: str, name: str, value: Any, kinds: Any, expected: str) -> None:
     if not isinstance(value, kinds):
         refuse(function, name, value, expected)
@@ -186,6 +225,30 @@ def check_device_mesh(function: str, value: Any) -> None:
             value,
             "a DeviceMesh with named dimensions is expected: init_device_mesh(device, sizes, mesh_dim_names=names)",
         )
+
+
+def json_object(name: str, text: str, example: str = '{"level": 1}') -> dict[str, Any]:
+    """The JSON object that ``text`` is.
+
+    Raises:
+        OptionError: it is none, or has a name twice; the message begins with ``name``.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        results: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in results:
+                raise OptionError(f'{name} has "{key}" twice, as {results[key]!r} and {value!r}; once is expected')
+            results[key] = value
+        return results
+
+    try:
+        values = json.loads(text, object_pairs_hook=unique)
+    except json.JSONDecodeError as e:
+        raise OptionError(f"{name} is not JSON ({e}): {format_value(text)}") from None
+    if not isinstance(values, dict):
+        raise OptionError(f"{name} must be a JSON object, as in '{example}', not {format_value(text)}")
+    return values
 
 
 VARIABLES = tuple(

@@ -4,30 +4,67 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import re
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
+from mindspeed_fx.arguments import check_file, check_output
+from mindspeed_fx.errors import nearest
 from mindspeed_fx.planning.calibrate.command import add_calibrate
-from mindspeed_fx.planning.explain_command import add_explain, build_model
+from mindspeed_fx.planning.explain_command import add_explain
 from mindspeed_fx.planning.tune.command import add_tune
+from mindspeed_fx.planning.user_script import build_model, split_source
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status (0 fine, 1 the answer is bad news, 2 wrong usage)."""
     argv = sys.argv[1:] if argv is None else argv
     own, script_arguments = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    args = _parser().parse_args(own)
+    parser = _parser()
+    args, unknown = parser.parse_known_args(own)
+    if unknown:
+        _refuse_unknown(parser, args.command, unknown)
+    if script_arguments and args.command not in WITH_ARGUMENTS:
+        parser.error(
+            f"{args.command} runs no script that takes {' '.join(['--', *script_arguments])}; "
+            f"valid with {', '.join(WITH_ARGUMENTS)}"
+        )
     args.args = script_arguments
     try:
         return args.run(args)
     except (ValueError, ImportError, OSError) as e:
-        print(f"mindspeed-fx {args.command}: {e}", file=sys.stderr)
+        text = str(e).removeprefix(f"{args.command}: ")  # which functions of the command's name begin with
+        print(f"mindspeed-fx {args.command}: {text}", file=sys.stderr)
         return 2
 
 
+WITH_ARGUMENTS = ("explain", "flags", "tune")
+"""Commands that take a script's arguments after "--"."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, with the nearest word."""
+
+    def error(self, message: str) -> NoReturn:
+        if message.endswith("required: command"):
+            commands = next(a for a in self._actions if isinstance(a, argparse._SubParsersAction))
+            message = f"a command is expected, of {', '.join(commands.choices)}"
+        choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        close = nearest(choice[1], re.findall(r"[\w-]+", choice[2])) if choice else ""
+        self.exit(2, f"{self.prog}: {message}{close}; {self.prog} --help tells more\n")
+
+
+def _refuse_unknown(parser: argparse.ArgumentParser, command: str, words: list[str]) -> NoReturn:
+    commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    own = commands.choices[command]
+    close = nearest(words[0], own._option_string_actions)
+    rest = "; arguments of a script go after --" if command in WITH_ARGUMENTS else ""
+    own.error(f"unrecognized arguments: {' '.join(words)}{close}{rest}")
+    raise AssertionError("argparse ends the process")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="mindspeed-fx", description="MindSpeed as a torch.compile backend: see what it does to a model."
     )
     commands = parser.add_subparsers(dest="command", required=True)
@@ -165,15 +202,12 @@ def _plan(arg: argparse.Namespace) -> int:
 
     import mindspeed_fx
 
-    path, _, function = arg.source.partition(":")
-    if not path.endswith(".py") or not function:
-        raise ValueError(f"{arg.source!r} is not SCRIPT.py:FUNCTION")
-    mesh = None
-    if arg.mesh:
-        try:
-            mesh = {name.strip(): int(size) for name, size in (part.split("=") for part in arg.mesh.split(","))}
-        except ValueError:
-            raise ValueError(f"--mesh {arg.mesh!r}: sizes as in dp=8,tp=8 are expected") from None
+    path, function = split_source(arg.source)
+    if arg.devices is None and arg.mesh is None:
+        raise ValueError("neither --devices nor --mesh; one of them is expected, as in --devices 8 or --mesh dp=4,tp=2")
+    mesh = None if arg.mesh is None else _mesh(arg.mesh)
+    check_output("--save", arg.save)
+    check_output("--html", arg.html)
     with torch.device("meta"):
         model, args, kwargs = build_model(path, function)
     plan = mindspeed_fx.plan(
@@ -203,6 +237,19 @@ def _plan(arg: argparse.Namespace) -> int:
     return 1 if plan.unsupported else 0
 
 
+def _mesh(text: str) -> dict[str, int]:
+    """The sizes of "dp=8,tp=8"."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if not name.strip() or not size.strip().lstrip("-").isdigit():
+            raise ValueError(f"--mesh {text!r}: sizes as in dp=8,tp=8 are expected")
+        if name.strip() in sizes:
+            raise ValueError(f"--mesh {text!r} names {name.strip()} twice; each dimension once is expected")
+        sizes[name.strip()] = int(size)
+    return sizes
+
+
 def _passes(arg: argparse.Namespace) -> int:
     from mindspeed_fx import passes
     from mindspeed_fx.passes.manager import ROWS, in_order
@@ -220,6 +267,8 @@ def _flags(arg: argparse.Namespace) -> int:
     from mindspeed_fx.megatron.flags import account, explain, page
 
     words = [*_words_of_file(arg.file), *arg.args]
+    if arg.page and words:
+        raise ValueError("--page prints the whole table, and takes no arguments of a script; leave one of them out")
     if not words:
         print(page.page() if arg.page else page.text(), end="" if arg.page else "\n")
         return 0
@@ -236,25 +285,30 @@ def _words_of_file(path: str | None) -> list[str]:
     """The words that a JSON file lists."""
     if path is None:
         return []
+    check_file("--file", path)
     with open(path) as file:
-        words = json.load(file)
+        try:
+            words = json.load(file)
+        except ValueError as e:
+            raise ValueError(f"--file {path} is not JSON ({e}); a list of words is expected") from None
     if not isinstance(words, list) or not all(isinstance(w, str) for w in words):
         raise ValueError(f'{path} is no JSON list of words, as in ["--num-layers", "4"]')
     return words
 
 
 def _cross(arg: argparse.Namespace) -> int:
+    from mindspeed_fx.arguments import json_object
     from mindspeed_fx.ascend.compile import CrossError, cross_compile
-    from mindspeed_fx.options import json_object
 
+    options = json_object("--options", arg.options)
+    split_source(arg.source)
     for name, path in (("--json", arg.json), ("--html", arg.html)):  # not after minutes of work
-        if path and not os.path.isdir(os.path.dirname(path) or "."):
-            raise ValueError(f"{name} {path}: there is no directory {os.path.dirname(path)}")
+        check_output(name, path)
     try:
         report = cross_compile(
             arg.source,
             soc=arg.soc,
-            options=json_object("--options", arg.options),
+            options=options,
             baseline=not arg.no_baseline,
             kernels=not arg.no_kernels,
             toolchain=arg.dir,

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Mapping
 
-from mindspeed_fx.arguments import check_variables, parse_bytes
+from mindspeed_fx.arguments import check_variables, json_object, parse_bytes
 from mindspeed_fx.errors import OptionError, nearest
 
 LEVELS = (0, 1, 2)
@@ -253,30 +253,6 @@ def _check_known(arguments: dict[str, Any], where: str) -> dict[str, Any]:
         if key not in valid:
             raise OptionError(f'unknown option "{key}" in {where}{nearest(str(key), valid)}; valid: {", ".join(valid)}')
     return arguments
-
-
-def json_object(name: str, text: str) -> dict[str, Any]:
-    """The JSON object that ``text`` is.
-
-    Raises:
-        OptionError: it is none, or has a name twice; the message begins with ``name``.
-    """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        results: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in results:
-                raise OptionError(f'{name} has "{key}" twice, as {results[key]!r} and {value!r}; once is expected')
-            results[key] = value
-        return results
-
-    try:
-        values = json.loads(text, object_pairs_hook=unique)
-    except json.JSONDecodeError as e:
-        raise OptionError(f"{name} is not JSON ({e}): {text!r}") from None
-    if not isinstance(values, dict):
-        raise OptionError(f"{name} must be a JSON object, as in '{{\"level\": 1}}', not {text!r}")
-    return values
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:

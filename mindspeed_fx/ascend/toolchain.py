@@ -78,7 +78,12 @@ def components() -> tuple[Component, ...]:
 def root(directory: str | os.PathLike | None = None) -> pathlib.Path:
     """``directory``, else $MINDSPEED_FX_TOOLCHAIN, else ``mindspeed_fx/toolchain`` in the user's cache directory."""
     if directory or os.environ.get(VARIABLE):
-        return pathlib.Path(directory or os.environ[VARIABLE]).expanduser().absolute()
+        where = pathlib.Path(directory or os.environ[VARIABLE]).expanduser().absolute()
+        if where.exists() and not where.is_dir():
+            raise ToolchainError(
+                f"{directory or f'{VARIABLE}={where}'} is a file; the tool chain's directory is expected"
+            )
+        return where
     cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     return pathlib.Path(cache, "mindspeed_fx", "toolchain")
 

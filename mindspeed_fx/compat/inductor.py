@@ -13,6 +13,7 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 import torch
 import torch.fx as fx
 
+from mindspeed_fx.errors import OptionError
 from mindspeed_fx.private_files import distrust, make_private, process_folder
 
 
@@ -89,8 +90,12 @@ def compile_with_inductor(
         caches: False compiles anew and stores nothing.
         post_grad: CustomPass that runs last on each graph before Inductor lowers it; None: none.
         decompositions: besides Inductor's own.
+
+    Raises:
+        OptionError: no C++ compiler works.
     """
     import torch._functorch.config as functorch_config
+    from torch._inductor import exc
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     leave_untrusted_cache()
@@ -110,7 +115,23 @@ def compile_with_inductor(
     known = functorch_config.get_config_copy()
     with functorch_config.patch(**{k: v for k, v in functorch.items() if k in known}):
         table = {**inductor_decompositions(), **decompositions} if decompositions else None
-        return compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches, decompositions=table)
+        try:
+            return compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches, decompositions=table)
+        except exc.InductorError as error:
+            if not isinstance(error.inner_exception, exc.InvalidCxxCompiler):
+                raise
+            raise OptionError(
+                'option "codegen" is "inductor", and no C++ compiler works here (tried '
+                f'{_compilers()}); install g++, set CXX, or give codegen "eager"'
+            ) from error
+
+
+def _compilers() -> str:
+    """The C++ compilers that Inductor tries."""
+    import torch._inductor.config as config
+
+    own = config.cpp.cxx
+    return ", ".join(c for c in (own if isinstance(own, (list, tuple)) else (own,)) if c)
 
 
 def compile_without_codegen(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import pathlib
 import platform
@@ -142,9 +143,26 @@ def read(path: str | os.PathLike) -> CalibratedTable:
         if values.pop("format") != FORMAT:
             raise ValueError("another version of the package wrote it")
         constants = {k: Constant(c.pop("value"), **c) for k, c in values.pop("constants").items()}
-        return CalibratedTable(**{**values, "fitted": tuple(values["fitted"])}, constants=constants)
+        table = CalibratedTable(**{**values, "fitted": tuple(values["fitted"])}, constants=constants)
+        _check(table)
+        return table
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
         raise ValueError(f"{path} is no calibrated table ({type(e).__name__}: {e}){again}") from None
+
+
+def _check(table: CalibratedTable) -> None:
+    """What no calibration writes, and what would make times of any sign.
+
+    Raises:
+        ValueError: which value is wrong.
+    """
+    if table.target not in ("cpu", "cuda", "npu"):
+        raise ValueError(f"target is {table.target!r}; valid: cpu, cuda, npu")
+    if isinstance(table.node, bool) or not isinstance(table.node, int) or table.node < 1:
+        raise ValueError(f"node is {table.node!r}; a number of ranks from 1 on is expected")
+    for name, constant in table.constants.items():
+        if not 0 <= constant < math.inf:
+            raise ValueError(f"{name} is {float(constant)}; a number from 0 on is expected")
 
 
 def find(target: str) -> CalibratedTable | None:

@@ -7,6 +7,7 @@ autograd can drop a gradient. An operator file calls :func:`operator` for each o
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Callable
 
@@ -14,8 +15,11 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import register_flop_formula
 
+from mindspeed_fx.arguments import check_bool, check_callable, check_text, refuse
 from mindspeed_fx.cost.operators import Cost, spec
 from mindspeed_fx.cost.read import register_operators
+from mindspeed_fx.errors import OptionError, nearest
+from mindspeed_fx.options import TARGETS
 
 LIBRARY = torch.library.Library("mindspeed", "FRAGMENT")
 
@@ -82,10 +86,18 @@ class Operator:
     def lower(self, target: str) -> Callable[..., Callable[[Callable], Callable]]:
         """Decorator: the function is a kernel for ``target``; ``lower.supports`` is set by the caller."""
 
+        if target not in TARGETS[1:]:
+            valid = ", ".join(TARGETS[1:])
+            refuse("lower", "target", target, f"valid: {valid}{nearest(str(target), TARGETS[1:])}")
+
         def add(
             kernel: str, supports: Callable[..., str | None], beats_codegen: bool = True
         ) -> Callable[[Callable], Callable]:
+            check_text("lower", "kernel", kernel, "what runs, in a few words, is expected")
+            check_callable("lower", "supports", supports)
+
             def wrap(build: Callable) -> Callable:
+                check_callable("lower", "build", build)
                 self.lowerings.setdefault(target, []).append(Lowering(kernel, build, supports, beats_codegen))
                 return build
 
@@ -156,13 +168,28 @@ def operator(
         opaque: run the reference as one call, never inline it for code generation.
         random: it draws random numbers, so that nothing may drop, repeat or move it past another that does.
         tags: names in :data:`TAGS`.
+
+    Raises:
+        OptionError: a schema that is none, or whose name is taken; no function; an unknown tag.
     """
+    _check_schema(schema)
+    check_callable("operator", "fake", fake)
+    check_bool("operator", "opaque", opaque)
+    check_bool("operator", "random", random)
+    if not isinstance(tags, tuple) or not set(tags) <= set(TAGS):
+        close = nearest(str(next((t for t in tags if t not in TAGS), "")), TAGS)
+        refuse("operator", "tags", tags, f"a tuple is expected, of {', '.join(TAGS)}{close}")
 
     def wrap(reference: Callable) -> Operator:
+        check_callable("operator", "reference", reference)
         name = schema.split("(")[0].strip()
-        LIBRARY.define(
-            schema, tags=(torch.Tag.pt2_compliant_tag, *((torch.Tag.nondeterministic_seeded,) if random else ()))
-        )
+        try:
+            LIBRARY.define(
+                schema, tags=(torch.Tag.pt2_compliant_tag, *((torch.Tag.nondeterministic_seeded,) if random else ()))
+            )
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())
+            raise OptionError(f"operator: schema is {schema!r}, which torch does not take ({reason:.300})") from error
         LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
         torch.library.register_fake(f"mindspeed::{name}", fake, lib=LIBRARY)
         result = Operator(getattr(torch.ops.mindspeed, name).default, reference, opaque)
@@ -177,6 +204,15 @@ def operator(
 def as_rows(x: torch.Tensor) -> torch.Tensor:
     """``x`` [..., n] as [rows, n]; of no elements too, for which ``reshape(-1, n)`` cannot tell the rows."""
     return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+
+
+def _check_schema(schema: Any) -> None:
+    """A name and its arguments, in no namespace; one operator has it."""
+    match = re.fullmatch(r"\s*(\w+)\(.*\)\s*->\s*\S.*", schema, re.DOTALL) if isinstance(schema, str) else None
+    if match is None:
+        refuse("operator", "schema", schema, '"name(Tensor x, ...) -> ..." is expected, the name without a namespace')
+    elif any(o.name == f"mindspeed.{match[1]}" for o in REGISTRY.values()):
+        refuse("operator", "schema", schema, f"mindspeed::{match[1]} is there already; another name is expected")
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

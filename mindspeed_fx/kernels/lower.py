@@ -93,8 +93,8 @@ def _inline(
         )
         return build(*args, **kwargs)
 
-    # Repeated layers call with equal shapes: trace once. Which arguments are missing is part of it: a norm with a weight
-    # alone has the shapes of one with a bias alone.
+    # Repeated layers call with equal shapes: trace once. Which arguments are missing is part of it: a norm with a
+    # weight alone has the shapes of one with a bias alone.
     layouts = [fake.layout_key(a.meta["val"]) if isinstance(a, fx.Node) else None for a in leaves]
     key = (build, spec, repr(constants), tuple(layouts))
     if key not in traces:

@@ -25,6 +25,7 @@ from typing import Any, Callable, Iterable, Iterator
 
 import torch.fx as fx
 
+from mindspeed_fx.errors import nearest
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.options import Options
 from mindspeed_fx.passes.manager import ROWS, STAGES, PassError
@@ -123,15 +124,18 @@ def register(
         PassError: bad name, stage or level, or a name that is taken. That ``before`` and ``after`` name passes is
             checked when passes are put in order.
     """
-    if not re.fullmatch(r"[a-z0-9_]+(\.[a-z0-9_]+)+", name):
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9_]+(\.[a-z0-9_]+)+", name):
         raise PassError(f'pass name {name!r} is not "family.name" in lower case')
+    for word, value in (("exact", exact), ("replace", replace)):
+        if not isinstance(value, bool):
+            raise PassError(f'pass "{name}" has {word} {value!r}; valid: True or False')
     if name in _REGISTERED and not replace:
         raise PassError(f'a pass named "{name}" is registered already; give replace=True to replace it')
     if stage is None and name in ROWS:
         stage, level, exact = ROWS[name].stage, ROWS[name].level, ROWS[name].exact
     if stage not in STAGES:
-        raise PassError(f'pass "{name}" has stage {stage!r}; valid: {", ".join(STAGES)}')
-    if level not in (0, 1, 2, 3):
+        raise PassError(f'pass "{name}" has stage {stage!r}{nearest(str(stage), STAGES)}; valid: {", ".join(STAGES)}')
+    if isinstance(level, bool) or level not in (0, 1, 2, 3):
         raise PassError(f'pass "{name}" has level {level!r}; valid: 0, 1, 2, or 3 for on request only')
     around: dict[str, tuple[str, ...]] = {}
     for word, value in (("before", before), ("after", after)):
@@ -141,16 +145,31 @@ def register(
         around[word] = tuple(names)
 
     def wrap(run: Callable) -> Callable:
+        if problem := _signature_problem(run):
+            raise PassError(f'pass "{name}" is {run!r}, {problem}; a function (graph_module, context) is expected')
         _REGISTERED[name] = Pass(name, stage, level, exact, around["before"], around["after"], run)
         return run
 
     return wrap
 
 
+def _signature_problem(run: Any) -> str:
+    """Why a pass cannot be called; "" when it can."""
+    if not callable(run):
+        return "which is no function"
+    try:
+        inspect.signature(run).bind(None, None)
+    except TypeError as error:
+        return f"which does not take them ({error})"
+    except ValueError:  # written in C
+        pass
+    return ""
+
+
 def unregister(name: str) -> None:
     """Forget a registered pass; unknown names are an error."""
     if name not in _REGISTERED:
-        raise PassError(f'no pass is named "{name}"')
+        raise PassError(f'no pass is named "{name}"{nearest(str(name), _REGISTERED)}')
     del _REGISTERED[name]
 
 

@@ -23,7 +23,7 @@ from mindspeed_fx.graph.recompile import defer_recompile
 from mindspeed_fx.options import Options
 from mindspeed_fx.passes.base import Context, Pass, registered
 from mindspeed_fx.passes.check import check_pass
-from mindspeed_fx.passes.manager import PassError, in_order
+from mindspeed_fx.passes.manager import ROWS, PassError, in_order
 from mindspeed_fx.report import progress
 from mindspeed_fx.report.records import GraphRecord, PassReport, PassRun, Skip
 
@@ -158,9 +158,16 @@ class Pipeline:
 
 
 def _report_of(p: Pass, gm: fx.GraphModule, context: Context) -> PassReport:
-    report = p.run(gm, context)
+    try:
+        report = p.run(gm, context)
+    except Exception as error:
+        if p.name in ROWS or isinstance(error, ValueError):  # the package's own tell more by their traceback
+            raise
+        raise PassError(f'pass "{p.name}" failed with {type(error).__name__}: {error}') from error
     if not isinstance(report, PassReport):
         raise PassError(f'pass "{p.name}" returned {type(report).__name__}, not a PassReport')
+    if report.name != p.name:
+        raise PassError(f'pass "{p.name}" returned the report of "{report.name}"; PassReport("{p.name}") is expected')
     return report
 
 
@@ -209,7 +216,11 @@ def _output_layouts(gm: fx.GraphModule) -> list[Any]:
 
 
 def _validate(p: Pass, gm: fx.GraphModule, outputs: list[Any]) -> None:
-    gm.graph.lint()
+    try:
+        gm.graph.lint()
+    except RuntimeError as error:
+        first = str(error).strip().splitlines()[0]
+        raise PassError(f'pass "{p.name}" left a graph that is no program: {first}') from error
     for node in (n for g in _with_bodies(gm) for n in g.graph.nodes):
         if (
             node.op == "call_function"

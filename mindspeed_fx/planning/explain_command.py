@@ -8,6 +8,9 @@ import runpy
 import sys
 from typing import Any
 
+from mindspeed_fx.arguments import check_call
+from mindspeed_fx.planning.user_script import build_model, failures, split_source
+
 
 def add_explain(commands: Any) -> None:
     """The arguments of ``explain``."""
@@ -43,12 +46,10 @@ def add_explain(commands: Any) -> None:
 
 
 def _explain(arg: argparse.Namespace) -> int:
-    from mindspeed_fx.options import json_object
+    from mindspeed_fx.arguments import json_object
     from mindspeed_fx.report.memory import pareto
 
-    path, _, function = arg.script.partition(":")
-    if not path.endswith(".py"):
-        raise ValueError(f"{path!r} is not a Python script")
+    path, function = split_source(arg.script, needs_function=False)
     options = json_object("--options", arg.options)
     if arg.memory_curve:
         if not function:
@@ -57,6 +58,10 @@ def _explain(arg: argparse.Namespace) -> int:
                 "curve"
             )
         options.setdefault("memory_budget", "min")
+    if arg.args and function:
+        raise ValueError(f"-- {' '.join(arg.args)}: {arg.script} is called without arguments; a script alone gets them")
+    if arg.save is not None and (not arg.save or os.path.isfile(arg.save)):
+        raise ValueError(f"--save {arg.save}: a directory is expected{', and this is a file' * bool(arg.save)}")
     if arg.measure and not function:
         raise ValueError(
             "--measure needs SCRIPT.py:FUNCTION, whose model and inputs are a step; a script's is not known"
@@ -85,18 +90,9 @@ def _explain_function(path: str, function: str, options: dict[str, Any], measure
     import mindspeed_fx
 
     model, args, kwargs = build_model(path, function)
-    return mindspeed_fx.explain(model, *args, options=options, measure=measure, **kwargs)
-
-
-def build_model(path: str, function: str) -> tuple:
-    """Model, args and kwargs that a function of a script returns."""
-    namespace = runpy.run_path(path)
-    if function not in namespace:
-        raise ValueError(f"{path} has no function {function!r}")
-    result = namespace[function]()
-    if not isinstance(result, tuple) or len(result) not in (2, 3):
-        raise ValueError(f"{function} must return (model, args) or (model, args, kwargs)")
-    return (*result, {})[:3]
+    check_call("explain", args, kwargs)
+    with failures(path):
+        return mindspeed_fx.explain(model, *args, options=options, measure=measure, **kwargs)
 
 
 def _explain_script(path: str, arguments: list[str], options: dict[str, Any]) -> Any:
@@ -112,11 +108,8 @@ def _explain_script(path: str, arguments: list[str], options: dict[str, Any]) ->
     os.environ.update(environment(options))
     try:
         with recorder.collecting() as graphs, dynamo.collecting_graph_breaks() as breaks:
-            try:
-                runpy.run_path(path, run_name="__main__")
-            except SystemExit as e:
-                if e.code not in (None, 0):
-                    raise ValueError(f"{path} ended with status {e.code}") from e
+            with failures(path):
+                runpy.run_path(os.path.abspath(path), run_name="__main__")
     finally:
         sys.argv = saved
         os.environ.clear()

@@ -262,7 +262,7 @@ def _check_operators(plan: Plan) -> None:
     """Refuse names of operators that neither the package nor torch has; other namespaces may register theirs later."""
     from mindspeed_fx.kernels import REGISTRY
 
-    own = sorted(o.name.replace("::", ".") for o in REGISTRY.values())
+    own = sorted(o.name for o in REGISTRY.values())
     for word in (w for pattern in plan.operators for w in pattern.split("|") if not set("*?[") & set(w)):
         namespace, _, name = word.partition(".")
         if namespace in ("mindspeed", "aten") and not hasattr(getattr(torch.ops, namespace), name.partition(".")[0]):

@@ -21,12 +21,14 @@ import dataclasses
 import difflib
 import fnmatch
 import json
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Any, Iterable, Mapping
 
 from mindspeed_fx.errors import OptionError, nearest
 from mindspeed_fx.options import POLICIES, is_policy
+from mindspeed_fx.sharding import plan_file
 
 Placed = Mapping[str, str]
 """Mesh dimension -> placement."""
@@ -97,6 +99,7 @@ class Plan:
     """
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         object.__setattr__(self, "mesh", tuple(self.mesh))
         self._whole_model()
         if not isinstance(self.keep_whole, bool):
@@ -133,6 +136,32 @@ class Plan:
                     f"{', '.join(self.mesh)}"
                 )
 
+    def _check_kinds(self) -> None:
+        """What each part is made of, before it is read."""
+        if not isinstance(self.name, str) or not self.name:
+            raise ShardingError(f"a plan's name is {self.name!r}; a text is expected")
+        where = f'plan "{self.name}"'
+        names = self.mesh if isinstance(self.mesh, (list, tuple)) else [None]
+        if not all(isinstance(d, str) and d for d in names):
+            raise ShardingError(f'{where}: mesh is {self.mesh!r}; names of dimensions are expected, as in ("dp", "tp")')
+        if len(set(names)) < len(names):
+            raise ShardingError(f"{where}: mesh is {self.mesh!r}, which has a name twice; each once is expected")
+        for section in ("parameters", "inputs", "modules", "operators", "gather", "rings", "experts"):
+            value = getattr(self, section)
+            if not isinstance(value, Mapping):
+                raise ShardingError(f"{where}: {section} is {value!r}; a mapping is expected")
+            if wrong := [key for key in value if not isinstance(key, str) or not key]:
+                raise ShardingError(f'{where}: {section} has the key "{wrong[0]}"; a name or a glob is expected')
+        for section in ("modules", "operators"):
+            for pattern, edge in getattr(self, section).items():
+                if not (isinstance(edge, Boundary) and isinstance(edge.arguments, Mapping)):
+                    raise ShardingError(f'{where}, {section} "{pattern}": {edge!r}; a Boundary is expected')
+                if edge.arguments and section == "modules":
+                    raise ShardingError(f'{where}, modules "{pattern}": arguments are for operators; give input')
+        for place, placed in self._placed():
+            if not isinstance(placed, Mapping):
+                raise ShardingError(f'{where}, {place}: {placed!r}; a mapping is expected, as in {{"tp": "S(0)"}}')
+
     def _whole_model(self) -> None:
         word, count = self.recompute, self.microbatches
         if word is not None and (word == "auto" or not is_policy(word)):
@@ -153,7 +182,7 @@ class Plan:
                     f'{where}: unknown key "{key}"{nearest(str(key), EXPERTS)}; valid: {", ".join(EXPERTS)}'
                 )
         globs = self.experts.get("parameters", ())
-        if isinstance(globs, str) or not all(isinstance(p, str) for p in globs):
+        if not isinstance(globs, (list, tuple)) or not all(isinstance(p, str) for p in globs):
             raise ShardingError(
                 f"{where}: parameters is {globs!r}; a list of globs over names of parameters is expected"
             )
@@ -163,7 +192,10 @@ class Plan:
                 f"{where}: dispatch is {word!r}{nearest(str(word), DISPATCH)}; valid: {', '.join(DISPATCH)}"
             )
         if capacity is not None and (
-            isinstance(capacity, bool) or not isinstance(capacity, (int, float)) or capacity < 1 or word != "all_to_all"
+            isinstance(capacity, bool)
+            or not isinstance(capacity, (int, float))
+            or not 1 <= capacity < math.inf
+            or word != "all_to_all"
         ):
             raise ShardingError(
                 f"{where}: capacity is {capacity!r}; a number from 1 on is expected, with dispatch: all_to_all"
@@ -186,6 +218,10 @@ class Plan:
 
     def __add__(self, other: "Plan") -> "Plan":
         """Both plans at once, on the mesh of both; ``self``'s dimensions are the outer ones."""
+        if not isinstance(other, Plan):
+            raise ShardingError(
+                f'plan "{self.name}" + {other!r}: a Plan is expected; named_plan(name, model) makes one'
+            )
         if shared := set(self.mesh) & set(other.mesh):
             raise ShardingError(
                 f'plans "{self.name}" and "{other.name}" both use mesh dimension {", ".join(sorted(shared))}'
@@ -228,6 +264,8 @@ class Plan:
                 raise ShardingError(f'a plan needs "{key}"')
         results = dict(values)
         for section in ("modules", "operators"):
+            if not isinstance(results.get(section, {}), Mapping):
+                raise ShardingError(f"plan: {section} is {results[section]!r}; a mapping is expected")
             for pattern, edge in results.get(section, {}).items():
                 _keys(edge, Boundary, f'{section} "{pattern}"')
             results[section] = {p: Boundary(**edge) for p, edge in results.get(section, {}).items()}
@@ -235,27 +273,37 @@ class Plan:
 
     def save(self, path: str) -> None:
         """Write the plan to ``path``: JSON for a name that ends so, else YAML."""
+        text = self.text(json_format=str(path).endswith(".json"))
         with open(path, "w") as file:
-            file.write(self.text(json_format=str(path).endswith(".json")))
+            file.write(text)
 
     @classmethod
     def load(cls, path: str) -> "Plan":
-        """Read a plan that :meth:`save`, or a person, wrote."""
-        with open(path) as file:
-            text = file.read()
-        values = json.loads(text) if str(path).endswith(".json") else _yaml().safe_load(text)
-        if not isinstance(values, dict):
-            raise ShardingError(f"{path} holds no plan: a mapping with name, mesh and parameters is expected")
-        return cls.from_dict(values)
+        """Read a plan that :meth:`save`, or a person, wrote.
+
+        Raises:
+            FileNotFoundError, IsADirectoryError: there is no file.
+            ShardingError: it is torn, has a name twice, or says what no plan can; the message names the file.
+        """
+        try:
+            values = plan_file.read(path)
+        except OptionError as e:
+            raise ShardingError(str(e)) from None
+        try:
+            return cls.from_dict(values)
+        except ShardingError as e:
+            raise ShardingError(f"{path}: {e}") from None
 
     def text(self, json_format: bool = False) -> str:
         """The plan as YAML, or as JSON."""
         if json_format:
             return json.dumps(self.as_dict(), indent=1) + "\n"
-        return _yaml().safe_dump(self.as_dict(), sort_keys=False, default_flow_style=None, width=160)
+        return plan_file.write_yaml(self.as_dict())
 
     def diff(self, other: "Plan") -> str:
         """What changes from this plan to ``other``, as a unified diff of their text; "" for equal plans."""
+        if not isinstance(other, Plan):
+            raise ShardingError(f"diff: other is {other!r}; a Plan is expected; named_plan(name, model) makes one")
         before, after = (json.dumps(p.as_dict(), indent=1, sort_keys=True).splitlines() for p in (self, other))
         return "\n".join(difflib.unified_diff(before, after, self.name, other.name, lineterm="", n=2))
 
@@ -343,11 +391,3 @@ def _keys(values: Any, kind: type, where: str) -> None:
             raise ShardingError(
                 f'{where} has an unknown key "{key}"{nearest(str(key), valid)}; valid: {", ".join(valid)}'
             )
-
-
-def _yaml() -> Any:
-    try:
-        import yaml
-    except ImportError:
-        raise ShardingError("YAML needs the package PyYAML; or give the file a name that ends in .json") from None
-    return yaml

@@ -33,6 +33,8 @@ from mindspeed_fx.training.profile import find_rank
 
 INDEX = "index.jsonl"
 WRAPPER = "_orig_mod."
+KEYS = ("module", "kind", "call", "output", "file")
+"""Of a row of the index."""
 
 
 @contextlib.contextmanager
@@ -131,7 +133,13 @@ class _Writer:
 
 def _rows(folder: Path) -> list[dict[str, Any]]:
     index = folder / INDEX
-    return [json.loads(line) for line in index.read_text().splitlines()] if index.exists() else []
+    try:
+        rows = [json.loads(line) for line in index.read_text().splitlines()] if index.exists() else []
+        if all(set(KEYS) <= set(row) for row in rows):
+            return rows
+    except (ValueError, TypeError):
+        pass
+    raise ValueError(f"{index} is no index of a dump (it is torn, or of another version); dump again")
 
 
 @dataclass(frozen=True)
@@ -161,8 +169,15 @@ def compare_dumps(a: str | Path, b: str | Path, rtol: float = 1e-5, atol: float 
     ``|a - b| > atol + rtol |a|`` for an element.
 
     Raises:
-        FileNotFoundError: a folder holds no dump.
+        ArgumentError: a tolerance that is no number from 0 on, or one folder twice.
+        FileNotFoundError: a folder holds no dump, or lacks a file of one.
+        ValueError: a file is torn, or another's.
     """
+    for name, value in (("rtol", rtol), ("atol", atol)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+            arguments.refuse("compare_dumps", name, value, "a number from 0 on is expected")
+    if Path(a).resolve() == Path(b).resolve():
+        raise arguments.ArgumentError(f"compare_dumps: {a} is compared with itself; two folders are expected")
     sides = [_read(Path(folder)) for folder in (a, b)]
     results = []
     for key in dict.fromkeys([*sides[0], *sides[1]]):
@@ -171,9 +186,21 @@ def compare_dumps(a: str | Path, b: str | Path, rtol: float = 1e-5, atol: float 
         if missing:
             results.append(Difference(name, float("inf"), float("inf"), True, f"not in {missing[0]}"))
         else:
-            x, y = (torch.load(side[key], weights_only=True) for side in sides)
+            x, y = (_load(side[key]) for side in sides)
             results.append(compare_tensors(name, x, y, rtol, atol))
     return results
+
+
+def _load(path: Path) -> Tensor:
+    try:
+        value = torch.load(path, weights_only=True)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} is not there, and {INDEX} beside it names it; dump again") from None
+    except Exception as e:
+        raise ValueError(f"{path} holds no tensor ({type(e).__name__}: it is torn, or another's); dump again") from e
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{path} holds {arguments.format_value(value)}; a tensor is expected: dump again")
+    return value
 
 
 def _read(folder: Path) -> dict[tuple, Path]:

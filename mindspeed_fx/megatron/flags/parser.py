@@ -165,6 +165,13 @@ def explain(argv: Sequence[str]) -> list[Account]:
     Raises:
         OptionError: a word that no parser takes, such as a value that is no number.
     """
+    if isinstance(argv, str) or not all(isinstance(word, str) for word in argv):
+        raise OptionError(f"the arguments are {argv!r}; a list of words is expected, as in ['--num-layers', '32']")
+    if argv and not argv[0].startswith("-"):
+        raise OptionError(
+            f"the arguments begin with {argv[0]!r}, which is no flag; those behind the script's name are expected, as "
+            "in --num-layers 32"
+        )
     arguments = load_arguments()
     parser = _Parser(allow_abbrev=False, add_help=False)
     if arguments is not None:

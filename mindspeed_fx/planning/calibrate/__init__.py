@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Callable
 
 import torch
 
+from mindspeed_fx import arguments
 from mindspeed_fx.cost import calibrated
 from mindspeed_fx.cost.calibrated import CalibratedTable
 from mindspeed_fx.cost.device import Hardware
@@ -84,8 +86,12 @@ def calibrate(
         if not values or not set(values) <= set(valid):
             wrong = next((v for v in values if v not in valid), "")
             raise OptionError(f"{name} is {values!r}; valid: {', '.join(valid)}{nearest(wrong, valid)}")
-    if not seconds > 0:
+        if len(set(values)) < len(values):
+            raise OptionError(f"{name} is {values!r}, which has one twice; valid: each once, of {', '.join(valid)}")
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
         raise OptionError(f"seconds is {seconds!r}; valid: a number above 0")
+    if path is not None:
+        arguments.check_new_file("path", path)
     start = _base(target, base)
     at = torch.device(target, int(os.environ.get("LOCAL_RANK", "0"))) if target != "cpu" else torch.device("cpu")
     if target != "cpu":

@@ -7,6 +7,8 @@ import os
 import sys
 from typing import Any, Callable
 
+from mindspeed_fx.arguments import check_new_file, check_output
+
 
 def add_calibrate(commands: Any) -> None:
     """The arguments of ``calibrate``."""
@@ -32,8 +34,9 @@ def add_calibrate(commands: Any) -> None:
 def _calibrate(arg: argparse.Namespace) -> int:
     from mindspeed_fx.planning.calibrate import DTYPES, KINDS, NoisyError, calibrate, page
 
-    if arg.page and not os.path.isdir(os.path.dirname(arg.page) or "."):  # not after minutes of work
-        raise ValueError(f"--page {arg.page}: there is no directory {os.path.dirname(arg.page)}")
+    check_output("--page", arg.page)  # not after minutes of work
+    if arg.out is not None:
+        check_new_file("--out", arg.out)
     show = os.environ.get("RANK", "0") == "0"
     try:
         result = calibrate(
@@ -66,10 +69,12 @@ def _progress() -> Callable[[str], None]:
         from tqdm import tqdm
     except ImportError:
         return lambda text: print(text, file=sys.stderr, flush=True)
-    bar = tqdm(unit=" cases", file=sys.stderr, bar_format="{n} cases in {elapsed}: {desc}")
+    bars: list[Any] = []
 
     def tell(text: str) -> None:
-        bar.set_description_str(text)
-        bar.update()
+        if not bars:  # none before the arguments are known to be right
+            bars.append(tqdm(unit=" cases", file=sys.stderr, bar_format="{n} cases in {elapsed}: {desc}"))
+        bars[0].set_description_str(text)
+        bars[0].update()
 
     return tell

@@ -184,6 +184,11 @@ def check_flags(flags: Any) -> None:
             f"flags are {arguments.format_value(flags)}; a list of words is expected, as in "
             '["--num-layers", "32", "--hidden-size", "4096"]'
         )
+    if flags and not flags[0].startswith("--"):
+        raise OptionError(
+            f"the launch begins with {flags[0]!r}, which is no flag; the arguments behind the script's name are "
+            "expected, as in --num-layers 32"
+        )
 
 
 def check_numbers(texts: dict[str, str], flags: Iterable[str]) -> None:

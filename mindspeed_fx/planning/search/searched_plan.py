@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Sequence
 
+from mindspeed_fx.arguments import check_sizes
 from mindspeed_fx.cost.training import interval_of
 from mindspeed_fx.errors import nearest
 from mindspeed_fx.planning.search import constraints
@@ -183,6 +184,8 @@ class SearchedPlan(Plan):
         Raises:
             ShardingError: no such parameter; a dimension it does not have.
         """
+        if not isinstance(name, str):
+            raise ShardingError(f"explain: name is {name!r}; the name of a parameter or of its module is expected")
         parameter = self._parameter(name)
         if placements is None:
             return "\n".join(self.explain(name, w) for w in ("R", *(f"S({d})" for d in range(len(parameter.shape)))))
@@ -270,6 +273,10 @@ class SearchedPlan(Plan):
         Raises:
             ShardingError: it does not fit the devices or the memory.
         """
+        if not isinstance(other, Plan):
+            raise ShardingError(f"price: other is {other!r}; a Plan is expected")
+        if sizes is not None:
+            check_sizes("price", sizes)
         if isinstance(other, SearchedPlan):
             return other.solution
         fixed = {d: (sizes or self.sizes).get(d, 1) for d in ("pp", "dp", "cp", "ep", "tp")}
@@ -377,14 +384,16 @@ class SearchedPlan(Plan):
 def _word(placements: Any) -> str:
     if isinstance(placements, str):
         return placements
-    arguments = list(placements)
+    arguments = list(placements) if isinstance(placements, (list, tuple)) else [placements]
     if len(arguments) != 1:
         raise ShardingError(
             f"explain: {len(arguments)} placements; one is expected, that on tp: the other dimensions have no choice "
             "of their own"
         )
     p = arguments[0]
-    return p if isinstance(p, str) else "R" if p.is_replicate() else f"S({p.dim})"
+    if not hasattr(p, "is_replicate"):
+        return p
+    return "R" if p.is_replicate() else f"S({p.dim})"
 
 
 def _ms(seconds: float) -> str:
