@@ -368,7 +368,7 @@ def _check_inductor(value: Any) -> None:
                 raise OptionError(f'option "inductor" has {key} = {value[key]!r}; it takes {_KINDS[kind]}')
 
 
-_KINDS = {bool: "True or False", (int, float): "a number", str: "a text"}
+_KINDS: dict[Any, str] = {bool: "True or False", (int, float): "a number", str: "a text"}
 """Types of entries whose default shows them -> what they take."""
 
 

@@ -126,9 +126,9 @@ def register(
     """
     if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9_]+(\.[a-z0-9_]+)+", name):
         raise PassError(f'pass name {name!r} is not "family.name" in lower case')
-    for word, value in (("exact", exact), ("replace", replace)):
-        if not isinstance(value, bool):
-            raise PassError(f'pass "{name}" has {word} {value!r}; valid: True or False')
+    for word, switch in (("exact", exact), ("replace", replace)):
+        if not isinstance(switch, bool):
+            raise PassError(f'pass "{name}" has {word} {switch!r}; valid: True or False')
     if name in _REGISTERED and not replace:
         raise PassError(f'a pass named "{name}" is registered already; give replace=True to replace it')
     if stage is None and name in ROWS:
