@@ -94,6 +94,7 @@ def compile_with_inductor(
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     leave_untrusted_cache()
+    _mend_forks()
 
     @functools.wraps(compile_fx_inner)
     def inner_compile(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -111,6 +112,18 @@ def compile_with_inductor(
     with functorch_config.patch(**{k: v for k, v in functorch.items() if k in known}):
         table = {**inductor_decompositions(), **decompositions} if decompositions else None
         return compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches, decompositions=table)
+
+
+@functools.cache
+def _mend_forks() -> None:
+    """Inductor (2.11 to 2.14) forgets its pool of processes in a fork, but not its pool of threads, which a fork does
+    not have: what is compiled there would wait for them for ever.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+
+    forget = getattr(getattr(AsyncCompile, "pool", None), "cache_clear", None)
+    if forget is not None and hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=forget)
 
 
 def compile_without_codegen(
