@@ -99,6 +99,7 @@ def compile_with_inductor(
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     leave_untrusted_cache()
+    _mend_forks()
 
     @functools.wraps(compile_fx_inner)
     def inner_compile(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -132,6 +133,18 @@ def _compilers() -> str:
 
     own = config.cpp.cxx
     return ", ".join(c for c in (own if isinstance(own, (list, tuple)) else (own,)) if c)
+
+
+@functools.cache
+def _mend_forks() -> None:
+    """Inductor (2.11 to 2.14) forgets its pool of processes in a fork, but not its pool of threads, which a fork does
+    not have: what is compiled there would wait for them for ever.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+
+    forget = getattr(getattr(AsyncCompile, "pool", None), "cache_clear", None)
+    if forget is not None and hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=forget)
 
 
 def compile_without_codegen(

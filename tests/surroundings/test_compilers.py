@@ -9,8 +9,6 @@ import os
 import pathlib
 import resource
 import stat
-import subprocess
-import sys
 import textwrap
 import time
 
@@ -18,6 +16,7 @@ import pytest
 import torch
 
 from mindspeed_fx.compat import cpp, inductor
+from tests.surroundings.processes import fork, wait_for
 
 served = pytest.mark.skipif(cpp._processor_problem() is not None, reason=str(cpp._processor_problem()))
 ops = torch.ops.mindspeed
@@ -34,10 +33,35 @@ def anew(monkeypatch):
 
 
 @pytest.fixture
-def cache(anew, tmp_path, monkeypatch):
-    """An empty cache, whose folder of libraries it is."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "mindspeed_fx"
+def set_compiler():
+    """``set_compiler(name)``: what Inductor's settings say from now on."""
+    import torch._inductor.config as config
+
+    with contextlib.ExitStack() as stack:
+        yield lambda name: stack.enter_context(config.patch({"cpp.cxx": (None, name)}))
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    """The kernels, built once."""
+    cpp.forget()
+    cpp.start()
+    assert cpp.function("weight_gradient") is not None
+    path = tmp_path_factory.mktemp("library") / "kernels.so"
+    path.write_bytes(pathlib.Path(cpp._built_library()._name).read_bytes())
+    return path
+
+
+def quick_compiler(folder, library, name, before=""):
+    """A compiler that has built the kernels already; ``before`` runs at each of its builds."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    text = f"""
+    case "$*" in *kernels.cpp*) {before} ;; *) exec {get_cpp_compiler()} "$@" ;; esac
+    while [ "$1" != "-o" ]; do shift; done
+    cp {library} "$2"
+    """
+    return script(folder, name, textwrap.dedent(text))
 
 
 def script(folder, name, text):
@@ -45,6 +69,14 @@ def script(folder, name, text):
     path.write_text("#!/bin/sh\n" + text)
     path.chmod(0o755)
     return str(path)
+
+
+@pytest.fixture
+def cache(library, anew, set_compiler, tmp_path, monkeypatch):
+    """An empty cache, whose folder of libraries it is, and a quick compiler."""
+    set_compiler(quick_compiler(tmp_path, library, "g++"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "mindspeed_fx"
 
 
 def attend():
@@ -66,15 +98,6 @@ def check_a_model():
     torch.testing.assert_close(result, out, rtol=1e-5, atol=1e-5)
     for a, b in zip(torch.autograd.grad(result.sum(), inputs), grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-
-
-@pytest.fixture
-def set_compiler():
-    """``set_compiler(name)``: what Inductor's settings say from now on."""
-    import torch._inductor.config as config
-
-    with contextlib.ExitStack() as stack:
-        yield lambda name: stack.enter_context(config.patch({"cpp.cxx": (None, name)}))
 
 
 @served
@@ -104,17 +127,13 @@ def test_an_old_compiler_is_told_once_and_slower_kernels_run(cache, anew, set_co
 
 
 @served
-def test_the_compiler_that_inductor_is_told_of_builds(cache, anew, set_compiler, monkeypatch, tmp_path):
-    import torch._inductor.config as config
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
+def test_the_compiler_that_inductor_is_told_of_builds(cache, anew, library, set_compiler, monkeypatch, tmp_path):
     log = tmp_path / "log"
-    own = script(tmp_path, "my-g++", f'echo "$@" >> {log}\nexec {get_cpp_compiler()} "$@"\n')
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    with config.patch({"cpp.cxx": (None, own)}):
-        check_a_model()
-        assert cpp.function("attention_forward") is not None
-    assert "kernels.cpp" in log.read_text() and len(list(cache.glob("*.so"))) == 1 and not anew
+    set_compiler(quick_compiler(tmp_path, library, "my-g++", f"echo built >> {log}"))
+    check_a_model()
+    assert cpp.function("attention_forward") is not None
+    assert log.read_text() == "built\n" and len(list(cache.glob("*.so"))) == 1 and not anew
     # What is loaded serves from now on, whatever is the setting later.
     set_compiler("/nowhere/g++")
     assert cpp.problem() is None
@@ -170,35 +189,17 @@ def test_a_second_process_loads_what_the_first_built(cache, anew, monkeypatch):
     assert stat.S_IMODE(path.stat().st_mode) == 0o700 and stat.S_IMODE(cache.stat().st_mode) == 0o700
 
 
-PROGRAM = """
-    import sys, torch
-    from mindspeed_fx.compat import cpp
-    sys.stdin.readline()
-    cpp.start()
-    assert cpp.function("weight_gradient") is not None
-    print("loaded")
-"""
-
-
 @served
-def test_two_processes_at_once_build_one_library(tmp_path):
-    """The compiler notes each of its runs."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
+def test_two_processes_at_once_build_one_library(cache, anew, library, set_compiler, tmp_path):
     log = tmp_path / "log"
-    text = f'case "$*" in *kernels.cpp*) echo x >> {log} ;; esac\nexec {get_cpp_compiler()} "$@"\n'
-    env = {
-        **os.environ,
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
-        "CXX": script(tmp_path, "noting-g++", text),
-    }
-    command = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    processes = [subprocess.Popen(command, env=env, text=True, **pipes) for _ in range(2)]
-    answers = [p.communicate("go\n", timeout=120) for p in processes]
-    assert [out for out, _ in answers] == ["loaded\n"] * 2, answers
-    assert log.read_text() == "x\n"
-    assert len(list((tmp_path / "cache" / "mindspeed_fx").glob("*.so"))) == 1
+    set_compiler(quick_compiler(tmp_path, library, "slow-g++", f"echo built >> {log}; sleep 1"))
+
+    def check():
+        cpp.start()
+        assert cpp.function("weight_gradient") is not None
+
+    assert wait_for(*(fork(check) for _ in range(3))) == [0, 0, 0]
+    assert log.read_text() == "built\n" and len(list(cache.glob("*.so"))) == 1
 
 
 @served
@@ -249,31 +250,6 @@ def memory_limit(extra):
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + extra, resource.RLIM_INFINITY))
 
 
-def in_fork(check):
-    """Whether ``check`` came to its end in a fork."""
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            check()
-            code = 0
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.02)
-    os.kill(pid, 9)
-    os.waitpid(pid, 0)
-    return "hangs"
-
-
 @served
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -296,7 +272,7 @@ def test_a_kernel_without_memory_is_an_error_and_the_next_call_runs(backward, dt
         for a, b in zip(run(), expected, strict=True):
             assert torch.equal(a, b)
 
-    assert in_fork(check) == 0
+    assert wait_for(fork(check)) == [0]
 
 
 @served
@@ -309,7 +285,7 @@ def test_a_fork_while_kernels_are_built_builds_its_own(anew):
         assert cpp.function("weight_gradient") is not None
         check_a_model()
 
-    assert in_fork(check) == 0
+    assert wait_for(fork(check)) == [0]
     assert list(cpp._builds.values()) == [never]  # the parent still waits for its own
 
 
@@ -317,7 +293,7 @@ def test_a_fork_while_kernels_are_built_builds_its_own(anew):
 def test_a_fork_after_kernels_were_built_runs_them(anew):
     cpp.start()
     assert isinstance(cpp.function("weight_gradient"), ctypes._CFuncPtr)
-    assert in_fork(check_a_model) == 0
+    assert wait_for(fork(check_a_model)) == [0]
 
 
 def test_a_cache_that_others_may_write_into_is_not_used(anew, tmp_path, monkeypatch):
