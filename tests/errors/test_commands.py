@@ -330,17 +330,8 @@ TOOLCHAIN = [
     command(
         "toolchain: status of a file", lambda: ["toolchain", "status", "--dir", file("here", "x")], "here", "directory"
     ),
-    command("toolchain: torn mark", lambda: torn_mark(), "torch_npu", "mindspeed-fx toolchain install"),
     command("toolchain: torch that was not tried", lambda m: untried_torch(m), "torch 9.1", "known"),
 ]
-
-
-def torn_mark() -> list[str]:
-    from mindspeed_fx.ascend import toolchain
-
-    component = toolchain.components()[0]
-    file(f"here/{component.folder}/{toolchain._MARK}", '{"packages": [')
-    return ["toolchain", "status", "--dir", "here"]
 
 
 def untried_torch(monkeypatch) -> list[str]:
