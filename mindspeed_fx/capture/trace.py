@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from mindspeed_fx.compat import tracing
+from mindspeed_fx.compat import autocast, tracing
 from mindspeed_fx.graph.annotate import is_isolated_body
 
 
@@ -103,8 +103,8 @@ class _Recorder(fx.Interpreter):
         return value
 
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
-        if tracing.is_autocast_switch(target):
-            return tracing.switch_autocast(target, args)
+        if autocast.is_autocast_switch(target):
+            return autocast.switch_autocast(target, args)
         if tracing.is_data(target):
             return args[0].detach()  # what ``.data`` gives is a tensor that no tracer has seen made
         if target is torch.autograd.grad:

@@ -21,7 +21,7 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
-from mindspeed_fx.compat import fake, fx_graph, tracing
+from mindspeed_fx.compat import autocast, fake, fx_graph, tracing
 from mindspeed_fx.graph.annotate import WHOLE_CALL, _is_transform, written_nodes
 
 NAME = "transform_"
@@ -98,7 +98,7 @@ def _stays(region: list[fx.Node]) -> str | None:
     if not entered.startswith("_vmap"):
         return f"{what}, which is no vmap, and is not captured"
     for n in region:
-        if n.op == "call_function" and (tracing.is_grad_mode_switch(n.target) or tracing.is_autocast_switch(n.target)):
+        if n.op == "call_function" and (tracing.is_grad_mode_switch(n.target) or autocast.is_autocast_switch(n.target)):
             return f"{what} and switches gradients or autocast inside, and is not captured"
         if writes(n):
             return f"{what} and changes values in place inside ({n.name}), and is not captured"

@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
-from mindspeed_fx.compat import tracing
+from mindspeed_fx.compat import autocast
 
 # --------------------------------------------------------------------------- fake values
 
@@ -54,7 +54,7 @@ def refresh_values(gm: fx.GraphModule) -> None:
     autocast that is in force there, which gives an ``einsum`` its dtype.
     """
     stale: set[fx.Node] = set()
-    with tracing.following_autocast() as follow:
+    with autocast.following_autocast() as follow:
         for node in gm.graph.nodes:
             if node.op != "call_function" or follow(node) or not isinstance(node.target, torch._ops.OpOverload):
                 continue

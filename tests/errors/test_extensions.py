@@ -285,9 +285,9 @@ TABLES = [
 
 
 def without_compiler(monkeypatch):
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", folder("cache"))
-    return mindspeed_fx.compile(lambda x: (x * 2).sin() + 1, options={"codegen": "inductor"})(torch.ones(7))
+    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        return mindspeed_fx.compile(lambda x: (x * 2).sin() + 1, options={"codegen": "inductor"})(torch.ones(7))
 
 
 def without_c_compiler(monkeypatch):

@@ -122,7 +122,7 @@ def _reads(body: list[Statement | Region]) -> list[str]:
     reads: list[str] = []
     for part in body:
         if isinstance(part, Region):
-            reads += [*_reads(part.body), *(part.outs if part.kind == "checkpoint" else ())]
+            reads += _reads(part.body)
         else:
             reads.append(part.text.partition(" = ")[2] if part.name else part.text)
     return reads
@@ -142,7 +142,7 @@ def _prune(body: list[Statement | Region], read: set[str]) -> bool:
     body[:] = kept
     for part in body:
         if isinstance(part, Region):
-            pruned |= _prune(part.body, read)
+            pruned |= _prune(part.body, read.union(part.outs if part.kind == "checkpoint" else ()))
     return pruned
 
 

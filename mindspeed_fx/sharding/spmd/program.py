@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils import _pytree as pytree
 
-from mindspeed_fx.compat import dtensor, strided_shards, tracing
+from mindspeed_fx.compat import autocast, dtensor, strided_shards, tracing
 from mindspeed_fx.errors import OptionError
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.kernels.sharding import register_sharding_rules
@@ -227,7 +227,7 @@ class _Planned(fx.Interpreter):
         handler = HANDLERS.get(target)
         if handler is None:
             return aten_rules.run(target, args, kwargs)
-        with tracing.casts_resolved(target, self.node.meta.get("val"), args, kwargs) as (args, kwargs):
+        with autocast.casts_resolved(target, self.node.meta.get("val"), args, kwargs) as (args, kwargs):
             return handler(*args, **kwargs)
 
     def output(self, target: str, args: tuple, kwargs: dict) -> Any:
@@ -291,7 +291,7 @@ def check_dtype(node: fx.Node, value: Any) -> None:
     expected = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not isinstance(expected, torch.Tensor):
         return
-    if value.dtype != expected.dtype and tracing.is_autocast_active(value.device.type):
+    if value.dtype != expected.dtype and autocast.is_autocast_active(value.device.type):
         dtypes = f"{value.dtype} in parts, and {expected.dtype} on one device"
         raise ShardingError(f"{_where(node)}: {node.target} gives {dtypes}")
 
