@@ -46,16 +46,18 @@ def flags_file(text: str):
 
 def dump(name: str, text: str = "", **tensors):
     """A folder that looks like a dump of tensors."""
-    index = [{"module": n, "kind": "output", "call": 0, "output": 0, "file": f"{n}.pt"} for n in tensors]
+    index = [
+        {"module": n, "kind": "output", "call": 0, "output": 0, "file": f"{i:06}.pt"} for i, n in enumerate(tensors)
+    ]
     file(f"{name}/rank0/index.jsonl", text or "".join(json.dumps(row) + "\n" for row in index))
-    for n, tensor in tensors.items():
-        torch.save(tensor, f"{name}/rank0/{n}.pt")
+    for i, tensor in enumerate(tensors.values()):
+        torch.save(tensor, f"{name}/rank0/{i:06}.pt")
     return name
 
 
 def torn_dump():
     dump("a", x=torch.zeros(2))
-    file("a/rank0/x.pt", b"PK\x03\x04 torn")
+    file("a/rank0/000000.pt", b"PK\x03\x04 torn")
     return ["compare-dumps", "a", dump("b", x=torch.zeros(2))]
 
 
@@ -460,15 +462,15 @@ COMPARE = [
         lambda: ["compare-dumps", dump("a", text='{"module": "x"}\n'), dump("b", x=torch.zeros(2))],
         "a/rank0/index.jsonl",
     ),
-    command("compare-dumps: torn tensor", torn_dump, "a/rank0/x.pt"),
+    command("compare-dumps: torn tensor", torn_dump, "a/rank0/000000.pt"),
     command(
         "compare-dumps: a tensor that is gone",
         lambda: [
-            pathlib.Path(dump("a", x=torch.zeros(2)), "rank0/x.pt").unlink() or "compare-dumps",
+            pathlib.Path(dump("a", x=torch.zeros(2)), "rank0/000000.pt").unlink() or "compare-dumps",
             "a",
             dump("b", x=torch.zeros(2)),
         ],
-        "a/rank0/x.pt",
+        "a/rank0/000000.pt",
     ),
     command(
         "compare-dumps: a dump with itself", lambda: ["compare-dumps", dump("a", x=torch.zeros(2)), "a"], "a", "itself"

@@ -127,7 +127,7 @@ def change_output(gm, context):
         cast = gm.graph.call_function(aten.to.dtype, (last, torch.float64))
     cast.meta["val"] = last.meta["val"].double()
     output.args = ((cast,),)
-    return passes.PassReport("bad.cast")
+    return passes.PassReport("bad.one")
 
 
 def no_value(gm, context):
@@ -135,7 +135,7 @@ def no_value(gm, context):
     first = next(iter(gm.graph.nodes))
     with gm.graph.inserting_after(first):
         gm.graph.call_function(aten.neg.default, (first,))
-    return passes.PassReport("bad.value")
+    return passes.PassReport("bad.one")
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def test_the_command_line_is_a_module():
 
 @pytest.mark.parametrize("args, status, words", [
     (("train.py", "--", "--quiet"), 1, "compiled nothing"),
-    (("train.py:nope",), 2, "has no function 'nope'"),
+    (("train.py:nope",), 2, "there is no function 'nope'"),
     (("missing.py",), 2, "missing.py"),
     (("train.py:make", "--options", '{"levl": 1}'), 2, 'did you mean "level"'),
 ])  # fmt: skip
