@@ -10,7 +10,6 @@ installing again does nothing, and an upgrade of torch or of this package instal
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import pathlib
@@ -167,6 +166,19 @@ def install(
     return status(directory, names)
 
 
+def require_pip() -> None:
+    """That this Python has pip: by its metadata, since looking for its module has setuptools think that pip runs, and
+    what imports it later (Inductor) fails.
+
+    Raises:
+        ToolchainError: it has none.
+    """
+    try:
+        importlib.metadata.version("pip")
+    except importlib.metadata.PackageNotFoundError:
+        raise ToolchainError(f"{sys.executable} has no pip; install it there (python -m ensurepip)") from None
+
+
 def _read_mark(folder: pathlib.Path) -> dict[str, Any] | None:
     """What an installation says when it is complete; None where there is none, or not a whole one."""
     try:
@@ -185,8 +197,7 @@ def _component(names: Iterable[str]) -> tuple[Component, ...]:
 
 
 def _install(component: Component, where: pathlib.Path, is_named: bool) -> dict[str, Any]:
-    if importlib.util.find_spec("pip") is None:
-        raise ToolchainError(f"{sys.executable} has no pip; install it there (python -m ensurepip)")
+    require_pip()
     try:
         where.mkdir(parents=True, exist_ok=True) if is_named else make_private(where)
         scratch = pathlib.Path(tempfile.mkdtemp(dir=where, prefix=f".{component.name}-"))

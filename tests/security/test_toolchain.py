@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import pathlib
+import subprocess
+import sys
 import zipfile
 
 import pytest
@@ -110,3 +112,9 @@ def test_the_default_place_is_private(component, tmp_path, monkeypatch):
     toolchain.install(log=lambda line: None)
     for folder in (tmp_path / "cache", tmp_path / "cache" / "mindspeed_fx", toolchain.root()):
         assert folder.stat().st_mode & 0o777 == 0o700, folder
+
+
+def test_setuptools_works_after_an_installation():
+    """Looking for pip's module turns setuptools' hooks off, and Inductor's builder imports it."""
+    code = "from mindspeed_fx.ascend import toolchain; toolchain.require_pip(); import setuptools, distutils.core"
+    subprocess.run([sys.executable, "-c", code], check=True)
