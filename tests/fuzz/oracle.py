@@ -187,7 +187,7 @@ def compare(actual: Result, eager: Result, reference: list[Result], case: Case) 
         scale = exact.abs().max().item()
         moved = max([(o - exact).abs().max().item() for o in others] or [0.0])
         allowed = FACTOR * moved + 4 * (theirs - exact).abs().max().item() + FACTOR * case.finest * scale + 1e-13
-        if allowed > ILL * scale and scale > 1e-12:
+        if allowed > ILL * scale and scale > 0:
             continue
         compared += 1
         error = (ours - exact).abs().max().item()
