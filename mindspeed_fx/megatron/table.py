@@ -36,6 +36,7 @@ from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
     rng,
     rope_scaling,
     rotary,
+    uneven,
     zero_memory,
 )
 from mindspeed_fx.megatron.groups import has_accelerator
@@ -135,6 +136,7 @@ def _everywhere() -> list[Patch]:
         ),
         *context_parallel.table(),
         *ripipe.table(),
+        *uneven.table(),
         Patch(
             groups.NCCL_OPTIONS,
             groups.get_nccl_options,
@@ -205,7 +207,14 @@ def _in_graph() -> list[Patch]:
     return [
         *(_mapping(name, functional) for name in collectives.MAPPINGS),
         *(
-            [Patch(linear.LINEAR, linear.linear, "async_op=True in its backward cannot be captured")]
+            [
+                Patch(
+                    linear.LINEAR,
+                    linear.linear,
+                    "async_op=True in its backward cannot be captured",
+                    also=linear.gathers_unevenly,
+                )
+            ]
             if groups.kind() == "cuda"
             else []
         ),
@@ -241,10 +250,9 @@ def _in_graph() -> list[Patch]:
 
 def _mapping(name: str, reason: str) -> Patch:
     target, ours = f"tensor_parallel.mappings:{name}", getattr(collectives, name)
-    if name in collectives.UNEVEN and not has_accelerator():
-        chosen = collectives.in_graph_or_uneven(target, ours, collectives.UNEVEN[name])
-        return Patch(target, chosen, f"{reason}; and gloo moves parts of one length alone", WITHOUT_ACCELERATOR)
-    return Patch(target, ours, reason)
+    if name not in collectives.UNEVEN:
+        return Patch(target, ours, reason)
+    return Patch(target, ours, f"{reason}; and parts of unequal length", also=collectives.moves_uneven_parts(name))
 
 
 def _with_accelerator() -> list[Patch]:

@@ -20,6 +20,7 @@ from mindspeed_fx.megatron.flags import (
     router,
     shared,
     tools,
+    unaligned,
 )
 from mindspeed_fx.megatron.flags.flag import Flag
 
@@ -32,7 +33,7 @@ SUBJECTS: dict[str, list[Flag]] = {
     "Experts": moe.FLAGS,  # layers with experts before --noop-layers, which counts them
     "Communication": communication.FLAGS,
     "Routers": router.FLAGS,
-    "Tensor, context and data parallelism": parallel.FLAGS,
+    "Tensor, context and data parallelism": parallel.FLAGS + unaligned.FLAGS,
     "Pipeline": pipeline.FLAGS,
     "Memory": memory.FLAGS,
     "Fused operators and attention": fusion.FLAGS,

@@ -63,9 +63,6 @@ REFUSED = {
     "--tensor-model-parallel-size": """
     --tp-2d --use-nd-matmul
     """,
-    "divides heads": """
-    --unaligned-linear
-    """,
     "--use-distributed-optimizer": """
     --layerzero --enable-zero3 --fsdp2-config-path=some
     """,

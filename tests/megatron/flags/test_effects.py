@@ -10,6 +10,7 @@ from mindspeed_fx.megatron import flags
 from mindspeed_fx.megatron.flags.account import account
 from tests.megatron.flags.effects import EFFECTS, EXPERTS, MODEL, PARALLEL
 from tests.megatron.flags.flag_rows import OWN, REFUSED, SETTINGS
+from tests.megatron.flags.model_effects import MODEL_EFFECTS
 from tests.megatron.flags.words import MEGATRON, parse
 
 RUNS = {
@@ -32,7 +33,7 @@ def key_of(words: str) -> str:
 
 
 def cases() -> dict[str, list[tuple[str, dict]]]:
-    runs = dict(EFFECTS)
+    runs = {**EFFECTS, **MODEL_EFFECTS}
     for way_out, block in REFUSED.items():
         runs |= {key_of(words): [(words, dict(error=way_out))] for words in block.split()}
     for parent, block in SETTINGS.items():

@@ -172,6 +172,8 @@ def _widths(args: Arguments, mesh: Mesh) -> None:
     small_groups = mesh.tp * mesh.cp
     while small_groups * ratio < 4:
         small_groups *= 2
+    if "--unaligned-linear" in args and (groups or heads) % mesh.tp:
+        small_groups += 1
     args.put("--num-attention-heads", small_groups * ratio)
     args.replace("--num-query-groups", small_groups)
     args.put("--hidden-size", 64)
