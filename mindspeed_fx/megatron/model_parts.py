@@ -6,15 +6,16 @@ names in checkpoints. Without the flags nothing is changed.
 
 from __future__ import annotations
 
+import functools
 from argparse import Namespace
 from typing import Any, Callable
 
 import torch
 from torch import Tensor, nn
 
-from mindspeed_fx.megatron import alibi, capacity, patches, rope_scaling, zero_memory
+from mindspeed_fx.megatron import alibi, biases, capacity, patches, rope_scaling, sparse_mixer, zero_memory
 from mindspeed_fx.megatron.flags import recomputed
-from mindspeed_fx.megatron.flags.llm_parts import ALL_HEADS, POST_NORM
+from mindspeed_fx.megatron.flags.llm_parts import ALL_HEADS, DENSE_BIAS, POST_NORM
 from mindspeed_fx.megatron.norm import AllHeadsRMSNorm, OffsetRMSNorm
 from mindspeed_fx.megatron.run_arguments import training_arguments
 
@@ -40,6 +41,8 @@ def add_parts(model: Any, args: Namespace) -> None:
         model.embedding.register_forward_hook(lambda module, inputs, output: output * scale)
     if model.post_process:
         _scale_logits(model.output_layer, args)
+    if model.post_process and getattr(args, "add_output_layer_bias", False):
+        biases.add_to_columns(model.output_layer)
     for layer in model.decoder.layers:
         _change_layer(layer, args)
     if getattr(args, "gemm_gradient_accumulation_fusion", False):
@@ -48,6 +51,8 @@ def add_parts(model: Any, args: Namespace) -> None:
         rope_scaling.set_frequencies(model, args)
     if getattr(args, "capacity_over_sequence", False):
         capacity.count_over_sequence(model)
+    if getattr(args, "sparse_mixer", False):
+        _mix_sparsely(model)
     if getattr(args, "fix_router", False):
         _fix_routers(model)
     if kind := getattr(args, "router_softmax_in_fp32", ""):
@@ -99,6 +104,8 @@ def _change_layer(layer: Any, args: Namespace) -> None:
             AllHeadsRMSNorm(heads * config.kv_channels, eps=config.layernorm_epsilon)
             for heads in (config.num_attention_heads, config.num_query_groups)
         )
+    if layers == DENSE_BIAS and getattr(args, "add_dense_bias", False):
+        biases.add_to_rows(layer.self_attention.linear_proj)
     if cap:
         softmax, change = layer.self_attention.core_attention.scale_mask_softmax, _capped(cap)
         softmax.register_forward_pre_hook(lambda module, inputs: (change(inputs[0]), *inputs[1:]))
@@ -155,6 +162,13 @@ def _widen_softmaxes(model: Any, rounds: bool) -> None:
 
     for router in (m for m in model.modules() if isinstance(m, TopKRouter)):
         router.routing = widened(router.routing)
+
+
+def _mix_sparsely(model: Any) -> None:
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    for router in (m for m in model.modules() if isinstance(m, TopKRouter)):
+        router.routing = functools.partial(sparse_mixer.route, router)
 
 
 def in_turn(probs: Tensor, routing_map: Tensor, topk: int) -> tuple[Tensor, Tensor]:

@@ -205,10 +205,9 @@ def config_post_init(self: Any) -> None:
     It reads them for that alone, once the width of a head is known, so that it is shown the next larger numbers.
     """
     ranks, heads, groups = self.tensor_model_parallel_size, self.num_attention_heads, self.num_query_groups
-    if self.sequence_parallel and sequence_parts(ranks) is not None:
-        self.variable_seq_lengths = True  # else stages reckon with the same number of tokens on every rank
     if _sequence is None or (heads % ranks == 0 and (groups or heads) % ranks == 0):
         patches.original(CONFIG)(self)
+        _let_lengths_vary(self)
         return
     groups = groups or heads
     if groups < ranks:
@@ -220,6 +219,14 @@ def config_post_init(self: Any) -> None:
     self.num_attention_heads, self.num_query_groups = (-(-n // ranks) * ranks for n in (heads, groups))
     patches.original(CONFIG)(self)
     self.num_attention_heads, self.num_query_groups = heads, groups
+    _let_lengths_vary(self)
+
+
+def _let_lengths_vary(config: Any) -> None:
+    """Stages tell each other how many tokens they send; else each reckons with as many as it holds itself."""
+    ranks, stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    if config.sequence_parallel and stages > 1 and sequence_parts(ranks) is not None:
+        config.variable_seq_lengths = True
 
 
 def get_rotary_seq_len(

@@ -10,8 +10,9 @@ from typing import Any, Callable
 
 from mindspeed_fx.megatron.flags.flag import MEGATRON, OPTION, Flag, NotDone, get, switch
 
-POST_NORM, ALL_HEADS = "post_norm", "all_heads"
-"""Values of ``mindspeed_layers``: norms after attention and MLP; norms of queries and keys over all heads."""
+POST_NORM, ALL_HEADS, DENSE_BIAS = "post_norm", "all_heads", "dense_bias"
+"""Values of ``mindspeed_layers``: norms after attention and MLP; norms of queries and keys over all heads; a bias in
+the output projection of attention, where --add-dense-bias asks for it."""
 WITHOUT_SPEC = "no effect without --spec mindspeed_llm.tasks.models.spec.gemma2_spec layer_spec, as in MindSpeed-LLM"
 
 
@@ -51,6 +52,13 @@ def _post_norm(args: Namespace) -> str:
     if get(args, "scale_depth"):
         raise NotDone("--scale-depth, which MindSpeed-LLM's layers with these norms do not have; remove one of the two")
     return "post_attn_norm and post_mlp_layernorm in every layer"
+
+
+def _dense_bias(args: Namespace) -> str:
+    if get(args, "mindspeed_layers") != DENSE_BIAS:
+        return "no effect without --spec mindspeed_llm.tasks.models.spec.phi35_moe_spec layer_spec, as in MindSpeed-LLM"
+    _refuse_with_mtp(args)
+    return "a bias in the output projection of attention"
 
 
 def _window(args: Namespace, size: int, skip: int | None) -> str:
@@ -120,6 +128,24 @@ FLAGS = [
         "c tanh(scores / c) before the mask; an error with context parallelism",
         act=_score_cap,
         shown_by=SCALES,
+    ),
+    switch(
+        "--add-dense-bias",
+        OPTION,
+        "a bias in the output projection of attention alone",
+        "so, with phi35_moe_spec; no effect without it",
+        act=_dense_bias,
+        shown_by="test_phi_and_plm.py::test_biases_of_phi",
+        llm=True,
+    ),
+    switch(
+        "--add-output-layer-bias",
+        OPTION,
+        "a bias of the output layer",
+        "logits plus a weight for each token of the vocabulary, which starts at zero",
+        act=lambda args: "logits have a bias",
+        shown_by="test_phi_and_plm.py::test_biases_of_phi",
+        llm=True,
     ),
     switch(
         "--add-rmsnorm-offset",

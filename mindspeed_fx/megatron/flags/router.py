@@ -9,7 +9,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from mindspeed_fx.megatron.flags.flag import MEGATRON, REFUSED, Flag, NotDone, added, get, number, switch
+from mindspeed_fx.megatron.flags.flag import MEGATRON, OPTION, REFUSED, Flag, NotDone, added, get, number, switch
 
 TYPE = "--moe-router-load-balancing-type"
 
@@ -54,6 +54,21 @@ def _softmax_topk(args: Namespace) -> str:
         moe_router_pre_softmax=before,
         moe_router_num_groups=None,
         moe_router_group_topk=None,
+    )
+
+
+def _sparse_mixer(args: Namespace) -> str:
+    """Two experts by :mod:`mindspeed_fx.megatron.sparse_mixer`; groups, scale and auxiliary losses are not read."""
+    _is_plain(args, "sparsemixer_topk")
+    if get(args, "moe_router_topk", 2) != 2:
+        raise NotDone("sparsemixer_topk chooses two experts; give --moe-router-topk 2")
+    return _set(
+        args,
+        moe_router_load_balancing_type="none",
+        sparse_mixer=True,
+        moe_router_num_groups=None,
+        moe_router_group_topk=None,
+        moe_router_topk_scaling_factor=None,
     )
 
 
@@ -264,9 +279,11 @@ FLAGS: list[Flag] = [
     added(
         TYPE,
         "sparsemixer_topk",
-        REFUSED,
+        OPTION,
         "two experts drawn at random by masked softmaxes",
-        f"Megatron has no such router; use another {TYPE}",
+        "type none, whose routers draw so (megatron.sparse_mixer)",
+        act=_sparse_mixer,
+        shown_by="test_phi_and_plm.py::test_sparse_mixer",
         llm=True,
     ),
     added(

@@ -12,7 +12,7 @@ REFUSED = {
     --use-ema
     """,
     "--spec": """
-    --add-output-layer-bias --no-post-layer-norm --share-kvstates
+    --no-post-layer-norm --share-kvstates
     --input-layernorm-in-fp32 --init-norm-weight-in-fp32 --enable-mla-scale-q-lora
     --enable-mla-scale-kv-lora --cla-share-factor=3 --position-embedding-type=deepseek4 --kv-compress --enable-mhc
     --mtp-spec=some
@@ -49,7 +49,7 @@ REFUSED = {
     --use-global-aux-loss
     """,
     "Megatron has no such router": """
-    --n-hash-layers=2 --moe-router-load-balancing-type=sparsemixer_topk
+    --n-hash-layers=2
     """,
     "--moe-router-load-balancing-type seq_aux_loss": """
     --moe-router-load-balancing-type=group_limited_greedy
@@ -88,9 +88,6 @@ REFUSED = {
     """,
     "--optimizer-cpu-offload": """
     --virtual-optimizer=some --compress-optimizer
-    """,
-    "--disable-bias-linear": """
-    --add-dense-bias
     """,
     "--use-precision-aware-optimizer": """
     --quant-grads --quant-states=some
