@@ -1,0 +1,41 @@
+"""``--init-norm-weight-in-fp32``: weights of norms in float32 in a model of 16 bits.
+
+A norm computes in float32 then, and what it returns has the type of what it was given. Megatron keeps the weights in
+buffers and optimizer groups of their own type.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mindspeed_fx.megatron import patches
+from mindspeed_fx.megatron.patches import EVERYWHERE, Patch
+from mindspeed_fx.megatron.run_arguments import training_arguments
+
+TARGET = "transformer.module:Float16Module.__init__"
+
+
+def float16_module_init(self: Any, *args: Any, **kwargs: Any) -> None:
+    """``Float16Module.__init__``, after which norms have float32 weights where the run asks for it."""
+    patches.original(TARGET)(self, *args, **kwargs)
+    if getattr(training_arguments(), "init_norm_weight_in_fp32", False):
+        widen(self.module)
+
+
+def widen(model: nn.Module) -> None:
+    """Turn the weights and biases of a model's norms to float32, in place, the same parameters."""
+    for norm in model.modules():
+        if isinstance(norm, (nn.RMSNorm, nn.LayerNorm)):
+            for parameter in norm.parameters():
+                parameter.data = parameter.data.float()
+            forward = norm.forward
+            norm.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(), *inputs[1:]))
+            del forward
+
+
+def table() -> list[Patch]:
+    """The patch."""
+    return [Patch(TARGET, float16_module_init, "--init-norm-weight-in-fp32 keeps norms in float32", EVERYWHERE)]
