@@ -39,6 +39,11 @@ def gather(x: Tensor, group: Any) -> Tensor:
     return _all_gather(x.detach(), 0, group)
 
 
+def all_reduce(x: Tensor, group: Any) -> Tensor:
+    """The sum over ranks, without a gradient."""
+    return _all_reduce(x.detach(), group)
+
+
 def _reduce_scatter(x: Tensor, dim: int, group: Any) -> Tensor:
     return functional.wait_tensor(functional.reduce_scatter_tensor(x.contiguous(), "sum", dim, group))
 

@@ -13,7 +13,16 @@ from typing import Any, Callable
 import torch
 from torch import Tensor, nn
 
-from mindspeed_fx.megatron import alibi, biases, capacity, patches, rope_scaling, sparse_mixer, zero_memory
+from mindspeed_fx.megatron import (
+    alibi,
+    biases,
+    capacity,
+    patches,
+    rope_scaling,
+    sparse_attention,
+    sparse_mixer,
+    zero_memory,
+)
 from mindspeed_fx.megatron.flags import recomputed
 from mindspeed_fx.megatron.flags.llm_parts import ALL_HEADS, DENSE_BIAS, POST_NORM
 from mindspeed_fx.megatron.norm import AllHeadsRMSNorm, OffsetRMSNorm
@@ -43,6 +52,8 @@ def add_parts(model: Any, args: Namespace) -> None:
         _scale_logits(model.output_layer, args)
     if model.post_process and getattr(args, "add_output_layer_bias", False):
         biases.add_to_columns(model.output_layer)
+    if getattr(args, "enable_dsa_indexer", False):
+        sparse_attention.add_indexers(model, args)
     for layer in model.decoder.layers:
         _change_layer(layer, args)
     if getattr(args, "gemm_gradient_accumulation_fusion", False):

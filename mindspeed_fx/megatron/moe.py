@@ -156,3 +156,12 @@ def sinkhorn(cost: Tensor, tol: float = 0.0001) -> Tensor:
 @sinkhorn.register_fake
 def _(cost: Tensor, tol: float = 0.0001) -> Tensor:
     return torch.empty_like(cost)
+
+
+def apply_input_jitter(self: Any, input: Tensor) -> Tensor:
+    """``TopKRouter.apply_input_jitter``, whose distribution Megatron makes in the first call and keeps."""
+    eps = self.config.moe_input_jitter_eps
+    if eps is None:
+        return input
+    low, high = (input.new_full((), 1.0 + sign * eps) for sign in (-1, 1))
+    return input * (low + torch.rand(input.shape, dtype=input.dtype, device=input.device) * (high - low))

@@ -212,7 +212,7 @@ class SparseAttention(nn.Module):
         return (wanted * (wanted.log() - likely.log())).sum(-1).mean() * self.settings.loss_coefficient
 
     def _attach(self, out: Tensor, loss: Tensor) -> Tensor:
-        """The loss gets the scale of the routers' losses, which schedules set: that of the main loss of a microbatch."""
+        """The loss gets the scale of the routers' losses, which schedules set: that of a microbatch's main loss."""
         from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
         from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 

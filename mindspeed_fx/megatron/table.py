@@ -37,6 +37,7 @@ from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
     rope_scaling,
     rotary,
     uneven,
+    wide_norms,
     zero_memory,
 )
 from mindspeed_fx.megatron.groups import has_accelerator
@@ -137,6 +138,7 @@ def _everywhere() -> list[Patch]:
         *context_parallel.table(),
         *ripipe.table(),
         *uneven.table(),
+        *wide_norms.table(),
         Patch(
             groups.NCCL_OPTIONS,
             groups.get_nccl_options,
@@ -233,6 +235,7 @@ def _in_graph() -> list[Patch]:
         Patch("fusions.fused_bias_geglu:bias_geglu_impl", fusions.bias_geglu_impl, HIDES),
         Patch("fusions.fused_bias_gelu:bias_gelu_impl", fusions.bias_gelu_impl, HIDES),
         Patch(moe.SINKHORN, moe.sinkhorn, "ends when the numbers say so; it has no gradient"),
+        Patch("transformer.moe.router:TopKRouter.apply_input_jitter", moe.apply_input_jitter, "keeps a distribution"),
         Patch(moe.LAYER, moe.layer_forward, counts, also=zero_memory.is_asked),
         Patch(experts.EXPERTS, experts.sequential_forward, counts, also=zero_memory.is_asked),
         Patch(f"{rotary.ROTARY}.forward", _uncached_forward(rotary.ROTARY), "lru_cache cannot be captured"),

@@ -6,7 +6,7 @@ buffers and optimizer groups of their own type.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Callable
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +28,17 @@ def float16_module_init(self: Any, *args: Any, **kwargs: Any) -> None:
 def widen(model: nn.Module) -> None:
     """Turn the weights and biases of a model's norms to float32, in place, the same parameters."""
     for norm in model.modules():
-        if isinstance(norm, (nn.RMSNorm, nn.LayerNorm)):
-            for parameter in norm.parameters():
-                parameter.data = parameter.data.float()
-            forward = norm.forward
-            norm.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(), *inputs[1:]))
-            del forward
+        if not isinstance(norm, (nn.RMSNorm, nn.LayerNorm)):
+            continue
+        narrow = norm.weight.dtype
+        for parameter in norm.parameters():
+            parameter.data = parameter.data.float()
+        norm.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(), *inputs[1:]))
+        norm.register_forward_hook(_to(narrow))
+
+
+def _to(narrow: torch.dtype) -> Callable[..., Tensor]:
+    return lambda module, inputs, output: output.to(narrow)
 
 
 def table() -> list[Patch]:

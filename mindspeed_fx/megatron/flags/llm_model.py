@@ -306,7 +306,6 @@ FLAGS = [
     ),
     _absent("--share-kvstates", "layers share keys and values"),
     _absent("--input-layernorm-in-fp32", "the first norm of a layer in float32"),
-    _absent("--init-norm-weight-in-fp32", "weights of norms in float32", "Megatron keeps all weights in one type"),
     _absent("--enable-mla-scale-q-lora", "scaled queries of latent attention"),
     _absent("--enable-mla-scale-kv-lora", "scaled keys and values of latent attention"),
     switch(

@@ -10,6 +10,7 @@ from mindspeed_fx.megatron.flags import (
     llm_delta,
     llm_model,
     llm_parts,
+    llm_sparse,
     llm_variants,
     memory,
     moe,
@@ -29,6 +30,7 @@ SUBJECTS: dict[str, list[Flag]] = {
     "The model (MindSpeed-LLM)": llm_model.FLAGS,  # --spec before --first-k-dense-replace, which outweighs it
     "Parts of models (MindSpeed-LLM)": llm_parts.FLAGS,  # after --spec, which says what layers there are
     "Delta nets (MindSpeed-LLM)": llm_delta.FLAGS,
+    "Sparse attention (MindSpeed-LLM)": llm_sparse.FLAGS,
     "Other models (MindSpeed-LLM)": llm_variants.FLAGS,
     "Experts": moe.FLAGS,  # layers with experts before --noop-layers, which counts them
     "Communication": communication.FLAGS,

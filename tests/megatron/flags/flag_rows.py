@@ -13,7 +13,7 @@ REFUSED = {
     """,
     "--spec": """
     --no-post-layer-norm --share-kvstates
-    --input-layernorm-in-fp32 --init-norm-weight-in-fp32 --enable-mla-scale-q-lora
+    --input-layernorm-in-fp32 --enable-mla-scale-q-lora
     --enable-mla-scale-kv-lora --cla-share-factor=3 --position-embedding-type=deepseek4 --kv-compress --enable-mhc
     --mtp-spec=some
     """,
@@ -22,9 +22,6 @@ REFUSED = {
     """,
     "--swiglu": """
     --fc-type=some
-    """,
-    "--experimental-attention-variant dsa": """
-    --enable-dsa-indexer --use-sparse-flash-attn
     """,
     "--moe-expert-capacity-factor": """
     --moe-model-type=deepspeed_moe
@@ -135,6 +132,7 @@ SETTINGS = {
     --apply-rope-no-in-complex --index-n-heads=66 --index-head-dim=130 --index-topk=2050 --index-topk-freq=3
     --index-topk-pattern=some --index-skip-topk-offset=4 --index-share-for-mtp-iteration --indexer-loss-coeff=1.5
     --indexer-qk-quant-scheme=some --no-use-sparse-c8-indexer --use-fused-lightning-indexer-loss --scale-fmt=some
+    --use-sparse-flash-attn
     --max-batch-size=6
     """,
     "--full-attention-interval": """

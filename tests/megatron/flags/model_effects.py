@@ -22,7 +22,7 @@ UNALIGNED = {
 
 PHI = f"--spec {SPEC}.phi35_moe_spec layer_spec"
 MIXER = f"{PRE} sparsemixer_topk"
-PHI_AND_PLM = {
+SPECS = {
     "--spec mindspeed_llm": [
         (f"{PHI} --num-experts 4", dict(spec=None, mindspeed_layers="dense_bias", moe_layer_freq=1)),
         (f"--spec {SPEC}.plm_spec layer_spec {MLA}", dict(spec=None, qk_layernorm=True)),
@@ -30,6 +30,8 @@ PHI_AND_PLM = {
         (f"--spec {SPEC}.plm_spec layer_spec {MLA} --q-lora-rank 8", dict(error="remove --q-lora-rank")),
         (f"--spec {SPEC}.plm_spec layer_spec {MLA} --num-experts 8", dict(error="remove --num-experts")),
     ],
+}
+PHI_AND_PLM = {
     "--add-dense-bias": [
         (f"{PHI} --add-dense-bias", dict(says="in the output projection")),
         (f"{PHI} --add-dense-bias --mtp-num-layers 1", dict(error="multi-token")),
@@ -42,7 +44,36 @@ PHI_AND_PLM = {
         (f"{MIXER} --moe-expert-capacity-factor 1.5", dict(error="drops no token")),
     ],
 }
-MODEL_EFFECTS = {**UNALIGNED, **{key: runs for key, runs in PHI_AND_PLM.items() if key != "--spec mindspeed_llm"}}
+SPARSE_MODEL = f"{MLA} --q-lora-rank 32 --num-experts 4"
+DSA = f"--enable-dsa-indexer {SPARSE_MODEL}"
+NORMS = "--init-norm-weight-in-fp32"
+SPARSE = {
+    "--enable-dsa-indexer": [
+        (DSA, dict(dsa_indexer_loss_coeff=1.0, says="sees 2048 tokens")),
+        (f"{DSA} --index-topk 8 --indexer-loss-coeff 0.5", dict(dsa_indexer_loss_coeff=0.5)),
+        ("--enable-dsa-indexer --num-experts 4", dict(error="give --multi-latent-attention and --q-lora-rank")),
+        (f"--enable-dsa-indexer {MLA} --q-lora-rank 32", dict(error="give --num-experts")),
+        (f"{DSA} --indexer-qk-quant-scheme mxfp8", dict(error="remove --indexer-qk-quant-scheme")),
+        (f"{DSA} --experimental-attention-variant dsa", dict(error="asks for other layers")),
+        (f"{DSA} --context-parallel-size 2", dict(error="give --context-parallel-size 1")),
+        (f"{DSA} --reset-attention-mask", dict(error="remove --reset-attention-mask")),
+        (f"{DSA} --attention-dropout 0.1", dict(error="give --attention-dropout 0")),
+        (f"{DSA} --recompute-granularity selective", dict(error="give --recompute-granularity full")),
+        (
+            f"{DSA} --rope-scaling-type yarn --rope-scaling-original-max-position-embeddings 64",
+            dict(error="leaves out YaRN's factor"),
+        ),
+        (f"{DSA} --index-topk-freq 2 --mtp-num-layers 1", dict(error="choose for themselves")),
+        (f"{DSA} --index-topk-pattern CSCS --noop-layers 1", dict(error="remove --noop-layers")),
+    ],
+    NORMS: [
+        (f"{NORMS} --bf16", dict(says="weights of norms are float32")),
+        (NORMS, dict(says="no effect without --bf16")),
+        (f"{NORMS} --bf16 --reuse-fp32-param", dict(error="remove one of the two")),
+        (f"{NORMS} --bf16 --use-megatron-fsdp", dict(error="remove --use-megatron-fsdp")),
+    ],
+}
+MODEL_EFFECTS = {**UNALIGNED, **SPARSE, **PHI_AND_PLM}
 """Flag -> its runs."""
-MORE_RUNS = {"--spec mindspeed_llm": PHI_AND_PLM["--spec mindspeed_llm"]}
+MORE_RUNS = {**SPECS}
 """The same of flags that have runs in effects.py."""

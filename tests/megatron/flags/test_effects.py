@@ -10,7 +10,7 @@ from mindspeed_fx.megatron import flags
 from mindspeed_fx.megatron.flags.account import account
 from tests.megatron.flags.effects import EFFECTS, EXPERTS, MODEL, PARALLEL
 from tests.megatron.flags.flag_rows import OWN, REFUSED, SETTINGS
-from tests.megatron.flags.model_effects import MODEL_EFFECTS, MORE_RUNS
+from tests.megatron.flags.model_effects import MODEL_EFFECTS, MORE_RUNS, SPARSE_MODEL
 from tests.megatron.flags.words import MEGATRON, parse
 
 RUNS = {
@@ -22,6 +22,7 @@ RUNS |= {
     "--profile": "--profile",
     "--disable-gloo-group": "--disable-gloo-group",
     "--full-attention-interval": "--full-attention-interval=2 --swiglu",
+    "--enable-dsa-indexer": f"--enable-dsa-indexer {SPARSE_MODEL}",
     "--rope-scaling-type": "--rope-scaling-type=longrope",
 }
 
