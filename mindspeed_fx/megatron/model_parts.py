@@ -19,12 +19,14 @@ from mindspeed_fx.megatron import (
     capacity,
     patches,
     rope_scaling,
+    shortcut,
     sparse_attention,
     sparse_mixer,
+    zero_experts,
     zero_memory,
 )
 from mindspeed_fx.megatron.flags import recomputed
-from mindspeed_fx.megatron.flags.llm_parts import ALL_HEADS, DENSE_BIAS, POST_NORM
+from mindspeed_fx.megatron.flags.llm_parts import ALL_HEADS, DENSE_BIAS, POST_NORM, SHORTCUT
 from mindspeed_fx.megatron.norm import AllHeadsRMSNorm, OffsetRMSNorm
 from mindspeed_fx.megatron.run_arguments import training_arguments
 
@@ -33,10 +35,19 @@ TARGET = "models.gpt.gpt_model:GPTModel.__init__"
 
 def gpt_model_init(self: Any, *args: Any, **kwargs: Any) -> None:
     """``GPTModel.__init__`` with the parts that the flags of the run ask for."""
-    patches.original(TARGET)(self, *args, **kwargs)
     flags = training_arguments()
+    if getattr(flags, "mindspeed_layers", None) == SHORTCUT:
+        args, kwargs = _with_shortcuts(args, kwargs)
+    patches.original(TARGET)(self, *args, **kwargs)
     if flags is not None:
         add_parts(self, flags)
+
+
+def _with_shortcuts(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Arguments of ``GPTModel.__init__`` whose layers are LongCat's."""
+    if "transformer_layer_spec" in kwargs:
+        return args, {**kwargs, "transformer_layer_spec": shortcut.make_shortcuts(kwargs["transformer_layer_spec"])}
+    return (args[0], shortcut.make_shortcuts(args[1]), *args[2:]), kwargs
 
 
 def add_parts(model: Any, args: Namespace) -> None:
@@ -62,6 +73,10 @@ def add_parts(model: Any, args: Namespace) -> None:
         rope_scaling.set_frequencies(model, args)
     if getattr(args, "capacity_over_sequence", False):
         capacity.count_over_sequence(model)
+    if getattr(args, "biased_softmax", False):
+        zero_experts.add_zero_experts(model, args)
+    if getattr(args, "enable_mla_scale_q_lora", False) or getattr(args, "enable_mla_scale_kv_lora", False):
+        _scale_latents(model, args)
     if getattr(args, "sparse_mixer", False):
         _mix_sparsely(model)
     if getattr(args, "fix_router", False):
@@ -151,6 +166,22 @@ def _change_delta_nets(model: Any) -> None:
         net.out_norm = nn.RMSNorm(net.value_head_dim, eps=net.config.layernorm_epsilon).to(net.A_log)
         net.A_init_range = (0, 16)
         net.reset_parameters()
+
+
+def _scale_latents(model: Any, args: Namespace) -> None:
+    """Latents of queries, and of keys and values, times the root of hidden size over their width (LongCat)."""
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    for attention in (m for m in model.modules() if isinstance(m, MLASelfAttention)):
+        config = attention.config
+        if args.enable_mla_scale_q_lora:
+            _scale_output(attention.q_layernorm, (config.hidden_size / config.q_lora_rank) ** 0.5)
+        if args.enable_mla_scale_kv_lora:
+            _scale_output(attention.kv_layernorm, (config.hidden_size / config.kv_lora_rank) ** 0.5)
+
+
+def _scale_output(module: nn.Module, scale: float) -> None:
+    module.register_forward_hook(lambda module, inputs, output: output * scale)
 
 
 def _fix_routers(model: Any) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_fx.megatron import checkpoint, collectives, dispatch, experts, patches, zero_memory
+from mindspeed_fx.megatron import checkpoint, collectives, dispatch, experts, patches, zero_experts, zero_memory
 
 LAYER = "transformer.moe.moe_layer:MoELayer.forward"
 SINKHORN = "transformer.moe.moe_utils:sinkhorn"
@@ -46,11 +46,15 @@ def _forward(self: Any, hidden_states: Tensor, padding_mask: Tensor | None) -> T
     probs, routing_map = self.route(hidden_states, padding_mask)
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
     dropless = config.moe_expert_capacity_factor is None and padding_mask is None
+    returned = None
+    if zero_experts.count_of(self):  # some of a token's experts are none of those that compute
+        returned, probs, routing_map = zero_experts.split(self, tokens, probs, routing_map)
+        dropless = False
     if dispatch.is_needed(self):
         summed = dispatch.routed(self, tokens, routing_map, probs, dropless)
     else:
         summed = (_dropless if dropless else _with_capacity)(self, tokens, routing_map, probs)
-    summed = summed.view(hidden_states.shape)
+    summed = (summed if returned is None else summed + returned).view(hidden_states.shape)
     return summed if shared is None else summed + shared
 
 

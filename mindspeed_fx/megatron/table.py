@@ -38,6 +38,7 @@ from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
     rotary,
     uneven,
     wide_norms,
+    zero_experts,
     zero_memory,
 )
 from mindspeed_fx.megatron.groups import has_accelerator
@@ -236,7 +237,7 @@ def _in_graph() -> list[Patch]:
         Patch("fusions.fused_bias_gelu:bias_gelu_impl", fusions.bias_gelu_impl, HIDES),
         Patch(moe.SINKHORN, moe.sinkhorn, "ends when the numbers say so; it has no gradient"),
         Patch("transformer.moe.router:TopKRouter.apply_input_jitter", moe.apply_input_jitter, "keeps a distribution"),
-        Patch(moe.LAYER, moe.layer_forward, counts, also=zero_memory.is_asked),
+        Patch(moe.LAYER, moe.layer_forward, counts, also=zero_experts.is_layer_ours),
         Patch(experts.EXPERTS, experts.sequential_forward, counts, also=zero_memory.is_asked),
         Patch(f"{rotary.ROTARY}.forward", _uncached_forward(rotary.ROTARY), "lru_cache cannot be captured"),
         Patch(f"{rotary.YARN}.forward", _uncached_forward(rotary.YARN), "lru_cache cannot be captured"),

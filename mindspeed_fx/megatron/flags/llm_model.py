@@ -6,7 +6,7 @@ from argparse import Namespace
 from typing import Any
 
 from mindspeed_fx.megatron.flags.flag import MEGATRON, OPTION, REFUSED, Flag, NotDone, get, number, switch, word
-from mindspeed_fx.megatron.flags.llm_parts import ALL_HEADS, DENSE_BIAS, POST_NORM
+from mindspeed_fx.megatron.flags.llm_parts import ALL_HEADS, DENSE_BIAS, POST_NORM, SHORTCUT
 from mindspeed_fx.megatron.flags.rope_scaling import set_scaling
 
 LATENT = "latent attention, as Megatron's own layers have it with --multi-latent-attention"
@@ -22,13 +22,14 @@ SPECS = {
     "grok_spec": AFTER,
     "minimax_spec": "the norms of queries and keys are over all heads of Megatron's own layers",
     "phi35_moe_spec": "attention whose output projection may have a bias of its own, by --add-dense-bias",
+    "longcat_spec": "two latent attentions and two MLPs a layer, experts beside them",
     "plm_spec": "latent attention with a norm of keys and values",
     "qwen3_next_spec": "delta nets between attention with a gate, by --full-attention-interval",
 }
 """Layer specs of MindSpeed-LLM whose layers are Megatron's own, or nearly."""
 
 
-LATENT_SPECS = ("deepseek_spec", "minicpm_spec", "plm_spec")
+LATENT_SPECS = ("deepseek_spec", "minicpm_spec", "plm_spec", "longcat_spec")
 
 
 def _set_plm_layers(args: Namespace) -> None:
@@ -37,6 +38,18 @@ def _set_plm_layers(args: Namespace) -> None:
         if get(args, name):
             raise NotDone(f"plm_spec has no such part; remove --{name.replace('_', '-')}")
     args.qk_layernorm = True
+
+
+def _refuse_beside_shortcuts(args: Namespace) -> None:
+    if not get(args, "num_experts"):
+        raise NotDone("longcat_spec has experts in every layer; give --num-experts")
+    for name in ("mtp_num_layers", "enable_dsa_indexer", "first_k_dense_replace", "noop_layers", "scale_depth"):
+        if get(args, name):
+            raise NotDone(f"longcat_spec's layers were not built with it; remove --{name.replace('_', '-')}")
+    if get(args, "recompute_granularity") == "selective" and (get(args, "recompute_modules") or ["core_attn"]) != [
+        "core_attn"
+    ]:
+        raise NotDone("layers of longcat_spec recompute all or core attention; give --recompute-modules core_attn")
 
 
 def _spec_name(args: Namespace) -> str | None:
@@ -62,6 +75,9 @@ def _spec(args: Namespace) -> str:
         args.mindspeed_layers = ALL_HEADS
     if name == "plm_spec":
         _set_plm_layers(args)
+    if name == "longcat_spec":
+        _refuse_beside_shortcuts(args)
+        args.mindspeed_layers = SHORTCUT
     if name == "phi35_moe_spec":
         args.mindspeed_layers = DENSE_BIAS
     if name == "qwen3_next_spec" and not get(args, "full_attention_interval"):
@@ -306,8 +322,6 @@ FLAGS = [
     ),
     _absent("--share-kvstates", "layers share keys and values"),
     _absent("--input-layernorm-in-fp32", "the first norm of a layer in float32"),
-    _absent("--enable-mla-scale-q-lora", "scaled queries of latent attention"),
-    _absent("--enable-mla-scale-kv-lora", "scaled keys and values of latent attention"),
     switch(
         "--enable-mla-absorb",
         REFUSED,

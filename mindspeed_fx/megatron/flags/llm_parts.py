@@ -10,9 +10,9 @@ from typing import Any, Callable
 
 from mindspeed_fx.megatron.flags.flag import MEGATRON, OPTION, Flag, NotDone, get, switch
 
-POST_NORM, ALL_HEADS, DENSE_BIAS = "post_norm", "all_heads", "dense_bias"
+POST_NORM, ALL_HEADS, DENSE_BIAS, SHORTCUT = "post_norm", "all_heads", "dense_bias", "shortcut"
 """Values of ``mindspeed_layers``: norms after attention and MLP; norms of queries and keys over all heads; a bias in
-the output projection of attention, where --add-dense-bias asks for it."""
+the output projection of attention, where --add-dense-bias asks for it; experts beside the rest of a layer."""
 WITHOUT_SPEC = "no effect without --spec mindspeed_llm.tasks.models.spec.gemma2_spec layer_spec, as in MindSpeed-LLM"
 
 
@@ -59,6 +59,19 @@ def _dense_bias(args: Namespace) -> str:
         return "no effect without --spec mindspeed_llm.tasks.models.spec.phi35_moe_spec layer_spec, as in MindSpeed-LLM"
     _refuse_with_mtp(args)
     return "a bias in the output projection of attention"
+
+
+def _scaled_latent(name: str, width: str) -> Callable[[Namespace], str]:
+    def act(args: Namespace) -> str:
+        if not get(args, "multi_latent_attention"):
+            return "no effect without --multi-latent-attention"
+        if not get(args, width):
+            raise NotDone(f"there is no such latent; give --{width.replace('_', '-')}, or remove the flag")
+        if get(args, "enable_dsa_indexer"):
+            raise NotDone("MindSpeed-LLM's sparse attention reads the latent without it; remove --enable-dsa-indexer")
+        return f"{name} times the root of the hidden size over {width}"
+
+    return act
 
 
 def _window(args: Namespace, size: int, skip: int | None) -> str:
@@ -128,6 +141,21 @@ FLAGS = [
         "c tanh(scores / c) before the mask; an error with context parallelism",
         act=_score_cap,
         shown_by=SCALES,
+    ),
+    *(
+        switch(
+            flag,
+            OPTION,
+            f"scaled {name} of latent attention",
+            f"what their norm returns times the root of hidden size over {width}",
+            act=_scaled_latent(name, width),
+            shown_by="test_longcat.py::test_a_layer_by_formula",
+            llm=True,
+        )
+        for flag, name, width in (
+            ("--enable-mla-scale-q-lora", "queries", "q_lora_rank"),
+            ("--enable-mla-scale-kv-lora", "keys and values", "kv_lora_rank"),
+        )
     ),
     switch(
         "--add-dense-bias",

@@ -70,7 +70,7 @@ MODEL = {
         (f"--spec {SPEC}.minimax_spec s --tensor-model-parallel-size 2", dict(error="on one rank")),
         (f"--spec {SPEC}.qwen3_next_spec layer_spec {DELTA}", dict(spec=None, linear_attention_freq=3)),
         (f"--spec {SPEC}.qwen3_next_spec layer_spec", dict(error="--full-attention-interval; give it")),
-        (f"--spec {SPEC}.longcat_spec layer_spec", dict(error="longcat_spec are not Megatron's own")),
+        (f"--spec {SPEC}.deepseek4_spec layer_spec", dict(error="deepseek4_spec are not Megatron's own")),
         ("--spec mine.layers spec", dict(spec=["mine.layers", "spec"])),
     ],
     "--rope-scaling-type": [
@@ -301,7 +301,6 @@ EXPERTS = {
             dict(moe_router_load_balancing_type="none", moe_router_pre_softmax=True, **UNGROUPED),
         ),
         (f"{PRE} softmax_topk --norm-topk-prob", dict(moe_router_pre_softmax=False)),
-        (f"{PRE} softmax_topk --moe-router-enable-expert-bias", dict(error="no expert bias")),
     ],
     f"{PRE} pai_megatron_aux_loss": [
         (

@@ -6,15 +6,14 @@ REFUSED = {
     """,
     "remove": """
     --use-triton-swiglu-limit --enable-mla-absorb --balanced-moe-experts --enable-expert-placement --aiqos
-    --num-zero-experts=2 --dist-train --attention-mask-on-cpu --output-layer-slice-num=3
+    --dist-train --attention-mask-on-cpu --output-layer-slice-num=3
     --skip-bias-add --use-dsa-absorb --use-nanopipe-swap
     --use-fused-lightning-indexer --use-fused-lightning-indexer-kl-loss --use-fused-sparse-flash-attention
     --use-ema
     """,
     "--spec": """
     --no-post-layer-norm --share-kvstates
-    --input-layernorm-in-fp32 --enable-mla-scale-q-lora
-    --enable-mla-scale-kv-lora --cla-share-factor=3 --position-embedding-type=deepseek4 --kv-compress --enable-mhc
+    --input-layernorm-in-fp32 --cla-share-factor=3 --position-embedding-type=deepseek4 --kv-compress --enable-mhc
     --mtp-spec=some
     """,
     "--moe-input-jitter-eps": """

@@ -73,7 +73,45 @@ SPARSE = {
         (f"{NORMS} --bf16 --use-megatron-fsdp", dict(error="remove --use-megatron-fsdp")),
     ],
 }
-MODEL_EFFECTS = {**UNALIGNED, **SPARSE, **PHI_AND_PLM}
+LONGCAT = f"--spec {SPEC}.longcat_spec layer_spec"
+SOFTMAX = f"{PRE} softmax_topk --num-experts 8"
+SCALES = "--enable-mla-scale-q-lora --enable-mla-scale-kv-lora"
+SHORTCUTS = {
+    "--num-zero-experts": [
+        (f"--num-zero-experts 4 {SOFTMAX}", dict(biased_softmax=True, says="4 rows more")),
+        ("--num-zero-experts 4 --num-experts 8", dict(error="softmax_topk; give it")),
+        ("--num-zero-experts 4", dict(says="no effect without experts")),
+        (f"--num-zero-experts 4 {SOFTMAX} --moe-latent-size 16", dict(error="remove --moe-latent-size")),
+    ],
+    "--enable-mla-scale-q-lora": [
+        (f"{SCALES} {MLA} --q-lora-rank 32", dict(says="over q_lora_rank")),
+        (f"{SCALES} {MLA}", dict(error="give --q-lora-rank")),
+        (SCALES, dict(says="no effect without --multi-latent-attention")),
+    ],
+    "--enable-mla-scale-kv-lora": [
+        (f"{SCALES} {MLA} --q-lora-rank 32", dict(says="over kv_lora_rank")),
+        (f"{SCALES} {DSA}", dict(error="remove --enable-dsa-indexer")),
+    ],
+}
+SPECS_OF_LONGCAT = [
+    (f"{LONGCAT} {SPARSE_MODEL}", dict(spec=None, mindspeed_layers="shortcut", moe_layer_freq=1)),
+    (f"{LONGCAT} {MLA}", dict(error="give --num-experts")),
+    (f"{LONGCAT} --num-experts 4", dict(error="longcat_spec is latent attention")),
+    (f"{LONGCAT} {SPARSE_MODEL} --mtp-num-layers 1", dict(error="remove --mtp-num-layers")),
+    (
+        f"{LONGCAT} {SPARSE_MODEL} --recompute-granularity selective --recompute-modules moe",
+        dict(error="give --recompute-modules core_attn"),
+    ),
+]
+BIASED = [
+    (f"{SOFTMAX} --moe-router-enable-expert-bias", dict(softmax_has_expert_bias=True)),
+    (f"{SOFTMAX} --moe-router-enable-expert-bias", dict(moe_router_enable_expert_bias=False)),
+    (f"{SOFTMAX} --moe-router-enable-expert-bias --norm-topk-prob", dict(error="remove --norm-topk-prob")),
+]
+MODEL_EFFECTS = {**UNALIGNED, **SPARSE, **PHI_AND_PLM, **SHORTCUTS}
 """Flag -> its runs."""
-MORE_RUNS = {**SPECS}
+MORE_RUNS = {
+    "--spec mindspeed_llm": [*SPECS["--spec mindspeed_llm"], *SPECS_OF_LONGCAT],
+    f"{PRE} softmax_topk": BIASED,
+}
 """The same of flags that have runs in effects.py."""
