@@ -108,7 +108,12 @@ def _dropless(self: Any, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> 
 def _with_capacity(self: Any, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> Tensor:
     """A token has top-k experts at most: how many is known when the program runs."""
     capacity = dispatch.capacity(routing_map, self.config)
-    rows = tokens.shape[0] * self.config.moe_router_topk if capacity is None else capacity * routing_map.shape[1]
+    if capacity is not None:
+        rows = capacity * routing_map.shape[1]
+    elif torch.compiler.is_compiling():  # the grouped product leaves rows behind the last expert's alone
+        rows = tokens.shape[0] * self.config.moe_router_topk
+    else:
+        rows = int(routing_map.sum())
 
     def enter(tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         token_of_row, share = dispatch.sort_by_expert(routing_map, probs, rows)

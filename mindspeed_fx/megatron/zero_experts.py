@@ -1,9 +1,9 @@
 """LongCat's mixture of experts (Meituan LongCat Team 2025, arXiv 2509.01322, section 2.1), as MindSpeed-LLM has it:
 experts that return their input, and a softmax router whose choice a bias moves.
 
-A router scores E experts and Z zero-computation experts: p = softmax(logits), in float32 and then rounded. A token goes to the k largest
-of p + b, with weights p times a scale; b, a bias of each expert, moves by the sign of its load after every step, as for
-sigmoid routers. A zero expert adds its weight times the token itself, on the token's own rank.
+A router scores E experts and Z zero-computation experts: p = softmax(logits), in float32 and then rounded. A token goes
+to the k largest of p + b, with weights p times a scale; b, a bias of each expert, moves by the sign of its load after
+every step, as for sigmoid routers. A zero expert adds its weight times the token itself, on the token's own rank.
 """
 
 from __future__ import annotations

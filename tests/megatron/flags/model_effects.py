@@ -90,7 +90,7 @@ SHORTCUTS = {
     ],
     "--enable-mla-scale-kv-lora": [
         (f"{SCALES} {MLA} --q-lora-rank 32", dict(says="over kv_lora_rank")),
-        (f"{SCALES} {DSA}", dict(error="remove --enable-dsa-indexer")),
+        (f"--enable-mla-scale-kv-lora {DSA}", dict(error="remove --enable-dsa-indexer")),
     ],
 }
 SPECS_OF_LONGCAT = [
