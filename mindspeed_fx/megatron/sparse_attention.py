@@ -97,7 +97,7 @@ class Indexer(nn.Module):
         """
         heads, width = self.settings.heads, self.settings.width
         angles, factor = self._angles(x.shape[0])
-        q = self._rotate(self.wq_b(latent).unflatten(-1, (heads, width)), angles, factor)
+        q = self._rotate(self.wq_b(latent).view(*latent.shape[:-1], heads, width), angles, factor)
         k = self._rotate(self._norm(self.wk(x)).unsqueeze(2), angles, factor).squeeze(2)
         weights = self.weights_proj(x) * (heads * width) ** -0.5
         kind = torch.promote_types(q.dtype, torch.float32)
