@@ -306,10 +306,10 @@ def moves_uneven_parts(name: str) -> Callable[..., bool]:
     signature = inspect.signature(globals()[name])
 
     def answer(*args: Any, **kwargs: Any) -> bool:
-        given = signature.bind(*args, **kwargs).arguments
-        if uneven.sequence_parts(size(group_or_default(given.get("group")))) is not None:
+        arguments = signature.bind(*args, **kwargs).arguments
+        if uneven.sequence_parts(size(group_or_default(arguments.get("group")))) is not None:
             return True
-        return not has_accelerator() and given.get(UNEVEN[name]) is not None
+        return not has_accelerator() and arguments.get(UNEVEN[name]) is not None
 
     return answer
 

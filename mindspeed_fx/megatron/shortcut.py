@@ -48,11 +48,11 @@ def layer_class() -> type:
             kwargs.pop("dynamic_inference_decode_only", None)
             hidden, context = self._forward_attention(hidden_states, attention_mask, context, **kwargs)
             normed = self.pre_mlp_layernorm(hidden)
-            beside, _ = self.mlp(normed)
+            routed, _ = self.mlp(normed)
             with self.bias_dropout_add_exec_handler():
                 add = self.mlp_bda(self.training, self.config.bias_dropout_fusion)
                 hidden = add(self.dense_mlp(normed), hidden, self.hidden_dropout)
             hidden, context = self.second_half(hidden, attention_mask=attention_mask, context=context, **kwargs)
-            return hidden + beside, context
+            return hidden + routed, context
 
     return ShortcutLayer

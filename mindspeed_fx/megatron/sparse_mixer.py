@@ -57,9 +57,10 @@ def _choose(candidates: Tensor, scores: Tensor, is_training: bool) -> tuple[Tens
     shares = near.softmax(-1)
     if not is_training:
         return best, shares.gather(-1, best)
-    with torch.no_grad():
-        chosen = (near - torch.empty_like(near).exponential_().log()).argmax(-1, keepdim=True)
-        is_whole = (chosen == best) | (torch.rand_like(top) > 0.75)
+    with torch.no_grad():  # one draw, of what was computed: draws of a graph stay in this order
+        noise = torch.cat([near, top], -1).exponential_()
+        chosen = (near - noise[:, :-1].log()).argmax(-1, keepdim=True)
+        is_whole = (chosen == best) | (torch.exp(-noise[:, -1:]) > 0.75)
     weight = shares.gather(-1, chosen)
     held = torch.where(is_whole, weight, weight * ONE_THIRD).detach()
     return chosen, held + (weight - weight.detach())

@@ -54,6 +54,8 @@ def table() -> list[Patch]:
     without_cuda = _without_cuda() if groups.kind() != "cuda" else []
     return (
         _everywhere()
+        + uneven.table()
+        + wide_norms.table()
         + _data_parallel()
         + _optimizers()
         + _without_transformer_engine()
@@ -138,8 +140,6 @@ def _everywhere() -> list[Patch]:
         ),
         *context_parallel.table(),
         *ripipe.table(),
-        *uneven.table(),
-        *wide_norms.table(),
         Patch(
             groups.NCCL_OPTIONS,
             groups.get_nccl_options,
