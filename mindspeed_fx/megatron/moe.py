@@ -173,5 +173,5 @@ def apply_input_jitter(self: Any, input: Tensor) -> Tensor:
     if eps is None:
         return input
     low, high = (input.new_full((), 1.0 + sign * eps) for sign in (-1, 1))
-    drawn = input.detach().clone().uniform_()  # of what was computed: draws of a graph stay in this order
-    return input * (low + drawn * (high - low))
+    noise = input.detach().clone().uniform_()  # of what was computed: draws of a graph stay in this order
+    return input * (low + noise * (high - low))
