@@ -176,7 +176,8 @@ def _widths(args: Arguments, mesh: Mesh) -> None:
         small_groups += 1
     args.put("--num-attention-heads", small_groups * ratio)
     args.replace("--num-query-groups", small_groups)
-    args.put("--hidden-size", 64 if 64 % (small_groups * ratio) == 0 else small_groups * ratio * 8)
+    divides = 64 % (small_groups * ratio) == 0 or "--kv-channels" in args
+    args.put("--hidden-size", 64 if divides else small_groups * ratio * 8)
     args.replace("--ffn-hidden-size", 128)
     args.replace("--kv-channels", 16)
     lengths = {"--q-lora-rank": 32, "--kv-lora-rank": 16, "--qk-head-dim": 16, "--qk-pos-emb-head-dim": 8}
