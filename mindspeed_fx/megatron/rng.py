@@ -40,8 +40,25 @@ def _(state: Tensor, like: Tensor, p: float) -> tuple[Tensor, Tensor]:
     return torch.empty_like(like), torch.empty_like(state)
 
 
+@torch.library.custom_op("mindspeed::router_noise", mutates_args=())
+def router_noise(state: Tensor, like: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Numbers shaped ``like`` from generator ``state``, uniform in [0, 1) or of an exponential distribution; and the
+    next state.
+    """
+    generator = torch.Generator(like.device)
+    generator.set_state(state)
+    noise = torch.empty_like(like)
+    noise.uniform_(generator=generator) if kind == "uniform" else noise.exponential_(generator=generator)
+    return noise, generator.get_state()
+
+
+@router_noise.register_fake
+def _(state: Tensor, like: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(like), torch.empty_like(state)
+
+
 class _ForkInGraph(TorchFunctionMode):
-    """Dropout from the tracker's state ``name``; everything else as it is."""
+    """Dropout and noise of routers from the tracker's state ``name``; everything else as it is."""
 
     def __init__(self, tracker: Any, name: str) -> None:
         super().__init__()
@@ -50,6 +67,10 @@ class _ForkInGraph(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is F.dropout:
             return _dropout(self.tracker, self.name, *args, **(kwargs or {}))
+        if func in (torch.Tensor.exponential_, torch.Tensor.uniform_) and len(args) == 1 and not kwargs:
+            kind = "uniform" if func is torch.Tensor.uniform_ else "exponential"
+            noise, self.tracker.states_[self.name] = router_noise(self.tracker.states_[self.name], args[0], kind)
+            return noise
         return func(*args, **(kwargs or {}))
 
 

@@ -99,3 +99,19 @@ def test_seeds_and_names_are_used_once():
         tracker.add("b", 1)
     with pytest.raises(Exception, match="cuda rng state a already exists"):
         tracker.add("a", 2)
+
+
+def test_noise_of_routers_in_a_fork_is_that_of_eager_mode():
+    def draw(x):
+        with get_cuda_rng_tracker().fork():
+            return (
+                x.detach().clone().exponential_(),
+                torch.nn.functional.dropout(x, 0.5),
+                (x * 2).detach().clone().uniform_(),
+            )
+
+    results = []
+    for call in (draw, torch.compile(draw, backend="aot_eager", fullgraph=True)):
+        results.append(seeded(lambda: [*call(torch.ones(3, 4)), *call(torch.ones(3, 4)), torch.rand(2)]))  # noqa: B023
+    for eager, compiled in zip(*results):
+        assert torch.equal(eager, compiled)
