@@ -88,8 +88,8 @@ _LIMITS = (
     "depend on the number of ranks; Megatron smooths over each rank's part.",
     "A target outside the vocabulary: -100 gives loss 0 on one rank, any other fails; Megatron gives some finite loss "
     "that its loss mask drops.",
-    "A fork of the tracker in a graph acts on dropout alone; torch.rand and the like draw from the default generator "
-    "there.",
+    "A fork of the tracker in a graph acts on dropout and on the noise of routers (`Tensor.exponential_()`, "
+    "`Tensor.uniform_()`) alone; torch.rand and the like draw from the default generator there.",
     "Recomputation in a graph is torch's checkpoint, which keeps its inputs whole (distribute_saved_activations has no "
     "effect), and the compiler may still choose to keep more.",
     "With dynamic=True Dynamo makes the floats of the model (epsilon, softmax scale, dropout) inputs of the graph; "
