@@ -1,5 +1,5 @@
-"""The same program in two processes that differ in hash seed, threads and names of temporary files: the same graphs after
-every pass, the same saved values and plans, the same bits."""
+"""The same program in two processes that differ in hash seed, threads and names of temporary files: the same graphs
+after every pass, the same saved values and plans, the same bits."""
 
 from __future__ import annotations
 
