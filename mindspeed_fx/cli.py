@@ -14,6 +14,7 @@ from mindspeed_fx.planning.calibrate.command import add_calibrate
 from mindspeed_fx.planning.explain_command import add_explain
 from mindspeed_fx.planning.tune.command import add_tune
 from mindspeed_fx.planning.user_script import build_model, split_source
+from mindspeed_fx.planning.verify_device.command import add_verify_device
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -69,7 +70,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     shown = (_add_doctor, _add_passes, _add_flags, _add_cross)
-    for add in (add_explain, *shown, _add_plan, add_tune, add_calibrate, _add_toolchain, _add_compare_dumps):
+    measured = (add_calibrate, add_verify_device)
+    for add in (add_explain, *shown, _add_plan, add_tune, *measured, _add_toolchain, _add_compare_dumps):
         add(commands)
     return parser
 
