@@ -94,10 +94,11 @@ def _add_flags(commands: Any) -> None:
         "flags",
         help="what becomes of each flag of a MindSpeed or MindSpeed-LLM run, before it; without arguments the whole "
         "table",
-        usage="mindspeed-fx flags [--file ARGS.json] [--page] [--json] [-- script arguments]",
+        usage="mindspeed-fx flags [--file ARGS.json] [--page] [--conflicts] [--json] [-- script arguments]",
     )
     flags.add_argument("--file", metavar="ARGS.json", help="a JSON list of the script's arguments")
     flags.add_argument("--page", action="store_true", help="print the table as docs/mindspeed_flags.md has it")
+    flags.add_argument("--conflicts", action="store_true", help="print the pairs of which MindSpeed takes one")
     flags.add_argument("--json", action="store_true", help="print the answer as JSON")
     flags.set_defaults(run=_flags)
 
@@ -266,11 +267,17 @@ def _passes(arg: argparse.Namespace) -> int:
 
 
 def _flags(arg: argparse.Namespace) -> int:
-    from mindspeed_fx.megatron.flags import account, explain, page
+    from mindspeed_fx.megatron.flags import account, conflicts, explain, page
 
     words = [*_words_of_file(arg.file), *arg.args]
-    if arg.page and words:
-        raise ValueError("--page prints the whole table, and takes no arguments of a script; leave one of them out")
+    for name in ("page", "conflicts"):
+        if getattr(arg, name) and words:
+            raise ValueError(
+                f"--{name} prints the whole table, and takes no arguments of a script; leave one of them out"
+            )
+    if arg.conflicts:
+        print(conflicts.page(), end="")
+        return 0
     if not words:
         print(page.page() if arg.page else page.text(), end="" if arg.page else "\n")
         return 0

@@ -36,9 +36,19 @@ def by_key(content):
     return {r["key"]: r for r in content["results"]}
 
 
+def test_keys_are_unique():
+    for target in ("cpu", "npu"):
+        keys = [c.key for c in checks.checks(target, (torch.float32,))]
+        assert len(set(keys)) == len(keys) > 400
+
+
 def test_every_operator_kernel_and_fusion_has_a_check():
     """Kernels in Triton run where their operators' kernels do."""
-    seen = {op.overload for family in operators.FAMILIES for op, _ in operators.calls_of(family, checks.SIZES, torch.float32)}
+    seen = {
+        op.overload
+        for family in operators.FAMILIES
+        for op, _ in operators.calls_of(family, checks.SIZES, torch.float32)
+    }
     seen |= {op.default for family in calls.FAMILIES for _, op, *_ in calls.cases(family, torch.float32)}
     known = {o.overload: o.name for o in (*REGISTRY.values(), *ADOPTED.values())}
     assert {n for o, n in known.items() if o not in seen and not n.endswith("_triton")} == {"mindspeed.adamw_step"}
@@ -48,31 +58,33 @@ def test_every_operator_kernel_and_fusion_has_a_check():
 
 def test_kernels_of_npu_are_run_by_emulation(tmp_path):
     out = str(tmp_path / "npu.json")
-    content = verify_device("npu", emulated=True, out=out, kinds=("operator", "kernel"))
+    content = verify_device("npu", emulated=True, out=out, kinds=("operator", "kernel"), dtypes=("bfloat16",))
     kernels = [r for r in content["results"] if r["kind"] == "kernel"]
     assert content["counts"]["failed"] == 0, [r for r in content["results"] if r["state"] == "failed"]
     assert content["schema"] == 1 and content["finished"] and content["is_emulated"] and content["versions"]["torch"]
     served = {r["name"].split(": ")[1] for r in kernels if r["state"] == "passed"}
     every = {k.kernel for o in (*REGISTRY.values(), *ADOPTED.values()) for k in o.lowerings.get("npu", ())}
-    assert served == every
+    assert served == every - {"aten addmm_"}  # that one is for float32
     assert all(r["error"] <= r["tolerance"] for r in kernels if r["state"] == "passed" and r["tolerance"])
     assert json.loads((tmp_path / "npu.json").read_text()) == content and not (tmp_path / "npu.json.journal").exists()
 
 
 def test_fusions_of_npu_are_run_by_emulation(tmp_path):
-    content = verify_device("npu", emulated=True, out=str(tmp_path / "f.json"), kinds=("fusion",), dtypes=("float32", "bfloat16"))
+    content = verify_device("npu", emulated=True, out=str(tmp_path / "f.json"), kinds=("fusion",), dtypes=("bfloat16",))
     assert content["counts"]["failed"] == 0, [r for r in content["results"] if r["state"] == "failed"]
-    assert {r["name"] for r in content["results"]} == {f.name for f in fusions.FUSIONS if "npu" in f.targets}
+    assert {r["name"] for r in content["results"]} == {
+        f.name for f in fusions.FUSIONS if "npu" in f.targets and f.dtypes != fusions.FLOATS
+    }
     assert all(r["sites"] for r in content["results"])
 
 
 @pytest.mark.parametrize("kind", ["operator", "kernel"])
 def test_a_processor(tmp_path, kind):
     """Of both kinds a part; the fusions' compilations are in the slow test."""
-    only = "norm|attention|linear|narrow|gemm|delta|rope"
+    only = "(norm|attention|attention_backward|linear|gemm|product|rule|rope) 1.*bfloat16"
     content = verify_device("cpu", out=str(tmp_path / "cpu.json"), kinds=(kind,), only=only)
     assert content["counts"]["failed"] == 0, [r for r in content["results"] if r["state"] == "failed"]
-    assert content["counts"]["passed"] > 100 and not content["is_emulated"] and content["target"] == "cpu"
+    assert content["counts"]["passed"] > 2 and not content["is_emulated"] and content["target"] == "cpu"
 
 
 @pytest.mark.slow
@@ -174,7 +186,10 @@ def test_a_check_that_ended_its_process_has_failed(tmp_path):
     with journal.path.open("a") as file:
         file.write('{"result": {"ke')
     again = Journal(str(tmp_path / "f.json"), about)
-    assert {k: r["state"] for k, r in again.results.items()} == {"kernel/a/float32": "passed", "kernel/b/float32": "failed"}
+    assert {k: r["state"] for k, r in again.results.items()} == {
+        "kernel/a/float32": "passed",
+        "kernel/b/float32": "failed",
+    }
     assert "ended the process" in again.results["kernel/b/float32"]["problem"]
     assert not Journal(str(tmp_path / "f.json"), {"device": "b"}).results
     assert not Journal(str(tmp_path / "f.json"), {"device": "b"}, fresh=True).results
@@ -195,12 +210,13 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_kernels_that_end_or_hold_their_process_do_not_end_the_run(tmp_path):
     script, out = tmp_path / "planted.py", tmp_path / "ended.json"
     script.write_text(PLANTED)
     words = ["verify-device", "--in-process", "--device=cpu", "--kinds=kernel", "--dtypes=float32", f"--out={out}"]
     words += ["--only=/(rms_norm|layer_norm) [12]"]
-    assert supervise.run(words, str(out), 5.0, (sys.executable, str(script)), check_seconds=3.0) == 0
+    assert supervise.run(words, str(out), 5.0, (sys.executable, str(script)), check_seconds=20.0) == 0
     content = json.loads(out.read_text())
     assert content["finished"]
     states = {r["name"]: (r["state"], r.get("problem")) for r in content["results"]}

@@ -68,9 +68,11 @@ def checks(target: str, dtypes: tuple[torch.dtype, ...]) -> Iterator[Check]:
             yield Check("operator", name, _text(dtype), functools.partial(_run_operator, operator, args, dtype))
     for dtype, table in tables.items():
         for name, operator, args in table:
-            for lowering in operator.lowerings.get(target, ()):
+            kernels = operator.lowerings.get(target, [])
+            for i, lowering in enumerate(kernels):
+                same = sum(k.kernel == lowering.kernel for k in kernels[:i])  # one kernel for several kinds of calls
                 run = functools.partial(_run_kernel, operator, lowering, args, dtype)
-                yield Check("kernel", f"{name}: {lowering.kernel}", _text(dtype), run)
+                yield Check("kernel", f"{name}: {lowering.kernel}{f' ({same + 1})' * bool(same)}", _text(dtype), run)
     for dtype in dtypes:
         for fusion in fusions.FUSIONS:
             if target in fusion.targets and (not fusion.dtypes or dtype in fusion.dtypes):
@@ -83,20 +85,21 @@ def _text(dtype: torch.dtype) -> str:
 
 def _calls(target: str, dtype: torch.dtype) -> Iterator[tuple[str, Operator, tuple[Any, ...]]]:
     """Name, operator and arguments, on the processor, of every call."""
+    counts: dict[str, int] = {}
     for family in operators.FAMILIES:
         if family in operators.OF_CPU and target != "cpu":
             continue
         with torch.random.fork_rng():
             torch.manual_seed(0)
             made = operators.calls_of(family, SIZES, dtype)
-        counts: dict[str, int] = {}
         for operator, args in made:
             own = operator.name.removeprefix("mindspeed.")
             counts[own] = counts.get(own, 0) + 1
             yield f"{own} {counts[own]}", operator, tuple(args)
     for family in calls.FAMILIES:
-        for name, packet, args, _ in calls.cases(family, dtype):
-            yield name, find(packet.default), args
+        for name, packet, args, _ in calls.cases(family, dtype):  # a name may be that of several types of a weight
+            counts[name] = counts.get(name, 0) + 1
+            yield name if counts[name] == 1 else f"{name} {counts[name]}", find(packet.default), args
 
 
 def _results(run: Callable[..., Any], operator: Operator, args: tuple[Any, ...]) -> list[Any]:

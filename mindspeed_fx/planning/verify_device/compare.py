@@ -55,9 +55,7 @@ def _one(have: Any, want: Any, truth: Any, narrowest: torch.dtype) -> Comparison
     if want is None:
         return Comparison(0.0, 0.0, None)
     if have.dtype != want.dtype or have.shape != want.shape:
-        return Comparison(
-            float("inf"), 0.0, f"{have.dtype} {tuple(have.shape)} for {want.dtype} {tuple(want.shape)}"
-        )
+        return Comparison(float("inf"), 0.0, f"{have.dtype} {tuple(have.shape)} for {want.dtype} {tuple(want.shape)}")
     have = have.detach().cpu()
     if not want.is_floating_point():
         wrong = (have != want).sum().item()
@@ -83,8 +81,10 @@ def flat(results: Any) -> list[Any]:
 def exact(values: Any) -> Any:
     """The same values in float64."""
     return pytree.tree_map(
-        lambda v: v.detach().double().requires_grad_(v.requires_grad)
-        if isinstance(v, torch.Tensor) and v.is_floating_point()
-        else v,
+        lambda v: (
+            v.detach().double().requires_grad_(v.requires_grad)
+            if isinstance(v, torch.Tensor) and v.is_floating_point()
+            else v
+        ),
         values,
     )

@@ -63,9 +63,7 @@ def _leaf(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 def _hidden(s: Size, dtype: torch.dtype, count: int = 1, *vectors: int) -> Inputs:
     """``count`` tensors [batch, seq, hidden] and ``vectors`` of the given lengths."""
-    return tuple(_leaf(dtype, s.batch, s.seq, s.hidden) for _ in range(count)) + tuple(
-        _leaf(dtype, n) for n in vectors
-    )
+    return tuple(_leaf(dtype, s.batch, s.seq, s.hidden) for _ in range(count)) + tuple(_leaf(dtype, n) for n in vectors)
 
 
 def _heads(s: Size, dtype: torch.dtype, count: int = 3) -> Inputs:
@@ -308,9 +306,7 @@ FUSIONS = (
     ),
     Fusion("fusion.attention", _attention, _heads),
     Fusion("fusion.cross_entropy", _nll, lambda s, t: (_leaf(t, s.tokens, s.vocab), torch.arange(s.tokens) % s.vocab)),
-    Fusion(
-        "fusion.linear_cross_entropy", _head, _loss_inputs, options={"enable": ["fusion.linear_cross_entropy"]}
-    ),
+    Fusion("fusion.linear_cross_entropy", _head, _loss_inputs, options={"enable": ["fusion.linear_cross_entropy"]}),
     Fusion("fusion.scaled_masked_softmax", _returned_weights, _heads, targets=("npu",)),
     Fusion("fusion.swiglu", lambda a, b: F.silu(a) * b, lambda s, t: _hidden(s, t, 2)),
     Fusion("fusion.activation", lambda x: F.relu(x).square(), lambda s, t: _hidden(s, t)),

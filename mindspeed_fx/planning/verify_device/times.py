@@ -54,9 +54,7 @@ def _time_fusion(fusion: Fusion, size: fusions.Size, dtype: torch.dtype, place: 
     return Outcome(detail={"rows": [_row(fusion.name, "compiled step", fused, unfused, model)]})
 
 
-def _time_family(
-    family: str, sizes: tuple[int, int, int, int, int, int], dtype: torch.dtype, place: Place
-) -> Outcome:
+def _time_family(family: str, sizes: tuple[int, int, int, int, int, int], dtype: torch.dtype, place: Place) -> Outcome:
     """The first call of each operator of a family; each kernel of the target beside the reference in ATen."""
     with torch.device(place.device):
         made = operators.calls_of(family, sizes, dtype)
