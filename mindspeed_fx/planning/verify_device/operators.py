@@ -230,6 +230,24 @@ def _experts(m: Maker) -> Losses:
     yield permuted * share.unsqueeze(-1)
 
 
+def _inference(m: Maker) -> Losses:
+    tokens, inner = m.b * m.s, 2 * m.d
+    x, biases = m.hidden(grad=False), (m.randn(inner, grad=False), m.randn(m.d, grad=False))
+    for activation, bias in (("silu", (None, None)), ("gelu", biases), ("swiglu", (None, None))):
+        rows = m.d if activation == "swiglu" else inner
+        weights = m.randn(m.h, inner, grad=False), m.randn(rows, m.d, grad=False)
+        ops.ffn(x, *weights, *bias, None, activation)
+    counts = [tokens // 2, tokens - tokens // 2]
+    weights = m.randn(2, m.h, inner, grad=False), m.randn(2, inner, m.d, grad=False)
+    ops.ffn(m.randn(tokens, m.h, grad=False), *weights, None, m.randn(2, m.d, grad=False), counts, "relu")
+    narrow = (torch.randint(-127, 128, shape, dtype=torch.int8) for shape in ((tokens, m.h), (2, m.h, m.d)))
+    rows, matrices = narrow
+    offsets, scale = torch.tensor([tokens // 2, tokens]), torch.rand(2, m.d)
+    for of_tokens in (torch.rand(tokens), None):
+        ops.quant_grouped_matmul(rows, matrices, offsets, scale, of_tokens, m.dtype)
+    return iter(())
+
+
 def _products_of_cpu(m: Maker) -> Losses:
     tokens = m.b * m.s
     ops.gemm(torch.randn(tokens, m.h), torch.randn(m.h, m.d))
@@ -249,6 +267,7 @@ FAMILIES: dict[str, Callable[[Maker], Losses]] = {
     "delta rule": _delta_rule,
     "losses": _losses,
     "experts": _experts,
+    "inference": _inference,
     "products of cpu": _products_of_cpu,
 }
 """Operators that belong together."""

@@ -111,3 +111,29 @@ def megatron_cases(dtype: torch.dtype) -> Iterator[Call]:
         (into, grad, x, -1),
         "aten addmm_" if dtype == torch.float32 else "npu_grouped_matmul_add_",
     )
+
+
+def inference_cases(dtype: torch.dtype) -> Iterator[Call]:
+    """Feed-forward layers and 8-bit products, and gradients added to one buffer; of 16 bits, which torch_npu has."""
+    if dtype == torch.float32:
+        return
+    x, bias1, bias2 = normal(12, 6, dtype=dtype), normal(8, dtype=dtype), normal(5, dtype=dtype)
+    weights = normal(6, 8, dtype=dtype), normal(8, 5, dtype=dtype)
+    for activation in ("fastgelu", "gelu", "relu", "silu"):
+        yield f"ffn-{activation}", ops.ffn, (x, *weights, bias1, bias2, None, activation), "npu_ffn"
+    experts = normal(3, 6, 8, dtype=dtype), normal(3, 8, 5, dtype=dtype)
+    biases = normal(3, 8, dtype=dtype), None
+    yield "ffn-experts", ops.ffn, (x, *experts, *biases, [5, 0, 7], "silu"), "npu_ffn"
+    if dtype == torch.float16:
+        gated = normal(6, 16, dtype=dtype), normal(8, 5, dtype=dtype)
+        for activation in ("geglu", "swiglu", "reglu"):
+            yield f"ffn-{activation}", ops.ffn, (x, *gated, None, None, None, activation), "npu_ffn"
+    rows, matrices = (torch.randint(-127, 128, shape, dtype=torch.int8) for shape in ((12, 6), (3, 6, 5)))
+    offsets, scale = torch.tensor([5, 5, 11]), (torch.rand(3, 5) / 127).to(dtype)
+    for name, of_tokens in (("tokens", torch.rand(12)), ("columns", None)):
+        args = (rows, matrices, offsets, scale, of_tokens, dtype)
+        yield f"quant_grouped_matmul-{name}", ops.quant_grouped_matmul, args, "npu_grouped_matmul with scales"
+    grad, weight, buffer = normal(12, 5, dtype=dtype), normal(3, 6, 5, dtype=dtype), normal(3, 6, 5)
+    yield "grouped_matmul_add", ops.grouped_matmul_add, (buffer, x, grad, offsets), "npu_grouped_matmul_add_"
+    args = (x, weight, offsets, buffer)
+    yield "grouped_matmul_main_grad", ops.grouped_matmul_main_grad, args, "npu_grouped_matmul"
