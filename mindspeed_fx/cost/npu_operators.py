@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Callable, Sequence
 
 from mindspeed_fx.cost.operators import SOFTMAX, SPECIAL, Cost, Spec, attention, once, tensors
@@ -148,9 +149,10 @@ def _npu_grouped_add(out: Any, into: Spec, x: Spec, weight: Spec, *more: Any, **
 
 def _npu_ffn(out: Any, x: Spec, weight1: Spec, weight2: Spec, *more: Any, **kw: Any) -> Cost:
     """Every row passes two matrices, whichever expert's they are."""
-    rows, inner = x.numel / x.shape[-1], weight1.shape[-1]
-    flops = 2 * rows * (x.shape[-1] * inner + weight2.shape[-2] * weight2.shape[-1])
-    return once(out, x, weight1, weight2, *kw.values(), flops=flops, vector=SPECIAL * rows * inner, dtype=x.dtype)
+    inner, result = weight1.shape[-1], tensors(out)[0]
+    flops = 2 * (x.numel * inner + result.numel * weight2.shape[-2])
+    vector = SPECIAL * math.prod(x.shape[:-1]) * inner
+    return once(out, x, weight1, weight2, *kw.values(), flops=flops, vector=vector, dtype=x.dtype)
 
 
 FORMULAS: dict[str, Callable[..., Cost]] = {

@@ -5,6 +5,7 @@ Source: MindSpeed's ``ffn`` and torch_npu's ``npu_ffn``. No gradient, as there: 
 
 from __future__ import annotations
 
+import math
 from typing import Callable
 
 import torch
@@ -88,10 +89,10 @@ def _layer(
 @ffn.costs
 def _cost(out, x, weight1, weight2, bias1, bias2, counts, activation):
     """Every row passes two matrices, whichever expert's they are."""
-    rows = x.numel / x.shape[-1]
     inner = weight1.shape[-1]
-    flops = 2 * rows * (weight1.shape[-2] * inner + weight2.shape[-2] * weight2.shape[-1])
-    return once(out, x, weight1, weight2, bias1, bias2, flops=flops, vector=SPECIAL * rows * inner, dtype=x.dtype)
+    flops = 2 * (x.numel * inner + out.numel * weight2.shape[-2])
+    vector = SPECIAL * math.prod(x.shape[:-1]) * inner
+    return once(out, x, weight1, weight2, bias1, bias2, flops=flops, vector=vector, dtype=x.dtype)
 
 
 @ffn.shard

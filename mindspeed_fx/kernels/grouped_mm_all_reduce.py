@@ -1,7 +1,7 @@
 """Several products summed over ranks by one collective, for inference.
 
-Source: MindSpeed's ``npu_grouped_mat_mul_all_reduce``: ``y_i = all_reduce(x_i w_i) + bias_i``. Of one rank's program, so
-that it has no sharding rule; for inference, so that it has no gradient.
+Source: MindSpeed's ``npu_grouped_mat_mul_all_reduce``: ``y_i = all_reduce(x_i w_i) + bias_i``. Of one rank's program,
+so that it has no sharding rule; for inference, so that it has no gradient.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The end of a tensor-parallel layer in inference: a product, the sum of it over ranks, the residual, and its RMSNorm.
 
-Source: MindSpeed's ``npu_mm_all_reduce_add_rms_norm``: ``y = all_reduce(x1 x2 + bias) + residual`` and the norm of y. Of
-one rank's program, so that it has no sharding rule; for inference, so that it has no gradient.
+Source: MindSpeed's ``npu_mm_all_reduce_add_rms_norm``: ``y = all_reduce(x1 x2 + bias) + residual`` and the norm of y.
+Of one rank's program, so that it has no sharding rule; for inference, so that it has no gradient.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ def add_verify_device(commands: Any) -> None:
     """The arguments of ``verify-device``."""
     parser = commands.add_parser(
         "verify-device",
-        help="run every operator, kernel, fusion and (under torchrun) collective on the device that is here against its "
+        help="run every operator, kernel, fusion and (under torchrun) collective on this device against its "
         "reference, time them, and write one file that can be sent back",
     )
     parser.add_argument("--device", help="cpu, cuda or npu (default: the accelerator that is here, else cpu)")

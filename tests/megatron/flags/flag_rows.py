@@ -83,7 +83,7 @@ REFUSED = {
     """,
     "memory_budget": """
     --automated-pipeline --smart-swap --swap-layer-input --mla-swap-core-attn-out --mla-zero-memory
-    --adaptive-memory-optimization --adaptive-recompute-device-size=1 --moe-adaptive-recompute-activation
+    --adaptive-memory-optimization --adaptive-recompute-device-size=1
     --moe-unperm2-mem-optim-swap --compress-activation=some --compress-dense=level0
     """,
     "mindspeed-fx plan": """

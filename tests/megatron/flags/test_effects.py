@@ -22,6 +22,7 @@ RUNS |= {
     "--disable-gloo-group": "--disable-gloo-group",
     "--full-attention-interval": "--full-attention-interval=2 --swiglu",
     "--rope-scaling-type": "--rope-scaling-type=plm",
+    "--moe-adaptive-recompute-activation": "--moe-adaptive-recompute-activation --num-experts=4",
 }
 
 
