@@ -548,6 +548,17 @@ MEMORY = {
         (f"--recompute-in-advance {WHOLE}", dict(error="give --num-layers-per-virtual-pipeline-stage")),
         (f"--recompute-in-advance {VIRTUAL}", dict(error="give --recompute-granularity full and method block")),
     ],
+    "--use-multiparameter-pipeline-model-parallel": [
+        ("--use-multiparameter-pipeline-model-parallel", dict(says="a stage's list of tensors is sent")),
+        (
+            "--use-multiparameter-pipeline-model-parallel --num-layers-per-virtual-pipeline-stage 1",
+            dict(error="remove the virtual stages"),
+        ),
+        (
+            "--use-multiparameter-pipeline-model-parallel --schedules-method dualpipev",
+            dict(error="--schedules-method beside it"),
+        ),
+    ],
     "--moe-adaptive-recompute-activation": [
         ("--moe-adaptive-recompute-activation --num-experts 4", dict(says="more than 2.0 times its share")),
         ("--moe-adaptive-recompute-activation", dict(says="no effect without --num-experts")),

@@ -78,9 +78,6 @@ REFUSED = {
     "--num-layers-per-virtual-pipeline-stage": """
     --schedules-method=dualpipev
     """,
-    "--pipeline-model-parallel-size": """
-    --use-multiparameter-pipeline-model-parallel
-    """,
     "memory_budget": """
     --automated-pipeline --smart-swap --swap-layer-input --mla-swap-core-attn-out --mla-zero-memory
     --adaptive-memory-optimization --adaptive-recompute-device-size=1
