@@ -118,7 +118,8 @@ def compile_alone(module: torch.nn.Module, **settings: Any) -> None:
 
 
 def before_compiled_calls(module: torch.nn.Module, function: Callable[[], None]) -> None:
-    """Call ``function`` before every call of a compiled module, outside of its graphs; hooks of the module are inside."""
+    """Call ``function`` before every call of a compiled module, outside of its graphs (hooks of the module are
+    inside)."""
     call = module._compiled_call_impl
 
     def called(*args: Any, **kwargs: Any) -> Any:

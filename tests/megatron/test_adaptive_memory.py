@@ -134,7 +134,9 @@ def test_a_rank_with_four_times_its_tokens_stays_within_a_balanced_one(tmp_path,
             plain, asked = results[f"False {skewed}"], results[f"True {skewed}"]
             assert asked[0] == pytest.approx(plain[0], rel=1e-6)
             assert asked[1] == pytest.approx(plain[1], rel=1e-4, abs=1e-7)
-        assert results["True False"][2] == results["False False"][2]  # even loads keep what they did
+        kept = {name: result[2] for name, result in results.items()}
+        print(dispatcher, rank, kept)
+        assert kept["True False"] == pytest.approx(kept["False False"], rel=0.05)  # even loads keep what they did
         if rank == 0:
-            assert results["False True"][2] > 1.3 * results["False False"][2]
+            assert kept["False True"] > 1.3 * kept["False False"]
         assert results["True True"][2] <= results["False False"][2]

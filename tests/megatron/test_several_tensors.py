@@ -73,6 +73,7 @@ def on_rank(rank, folder, frees):
         pipeline_model_parallel_size=2, pipeline_dtype=torch.float64, deallocate_pipeline_outputs=frees
     )
     stage.config.hidden_size, stage.share_embeddings_and_output_weights = WIDTH, False
+    stage.config.fine_grained_activation_offloading = False  # the schedule asks a TransformerConfig
     stage.pre_process, stage.post_process = rank == 0, rank == 1
     stage.model_type = ModelType.encoder_or_decoder
 

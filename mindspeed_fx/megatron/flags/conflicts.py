@@ -147,6 +147,11 @@ CONFLICTS: list[Conflict] = [
         "--moe-tp-extend-ep",
     ),
     *_pairs("--moe-zero-memory", "gathered tokens are not made again", "--moe-allgather-overlap-comm"),
+    *_pairs(
+        "--moe-adaptive-recompute-activation",
+        "that dispatcher has no counts of all ranks",
+        "--moe-token-dispatcher-type alltoall_seq",
+    ),
     *_pairs("--balanced-moe-experts", "tokens are not dropped", "--moe-expert-capacity-factor"),
     *_pairs("--moe-tp-extend-ep", "tokens are not dropped", "--moe-expert-capacity-factor"),
     *_pairs("--recompute-in-bubble", SCHEDULE, "--recompute-in-advance", "--ampipe-degree"),

@@ -103,8 +103,6 @@ def _adaptive(args: Namespace) -> str:
         raise NotDone("--moe-fb-overlap beside it, under which experts are not one call; remove one of the two")
     if get(args, "moe_zero_memory", "disable") != "disable":
         raise NotDone("--moe-zero-memory beside it, which makes the same again at every step; remove one of the two")
-    if get(args, "moe_token_dispatcher_type", "allgather") == "alltoall_seq":
-        raise NotDone("MindSpeed has no counts there; give --moe-token-dispatcher-type allgather or alltoall")
     return f"an expert with more than {scale} times its share of tokens makes its layer keep nothing for the backward"
 
 

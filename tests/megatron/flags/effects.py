@@ -576,7 +576,7 @@ MEMORY = {
         ),
         (
             "--moe-adaptive-recompute-activation --num-experts 4 --moe-token-dispatcher-type alltoall_seq",
-            dict(error="give --moe-token-dispatcher-type allgather or alltoall"),
+            dict(error="MindSpeed does not take it beside --moe-token-dispatcher-type alltoall_seq"),
         ),
     ],
     "--moe-zero-memory": [
