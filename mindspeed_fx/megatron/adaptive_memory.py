@@ -2,9 +2,9 @@
 times its share of the tokens, and all that it makes where tokens are spread evenly.
 
 With T tokens of the ranks that exchange them, each with k of E experts, an expert has T k / E rows when the load is
-even. A layer in which one has more than ``scale`` times as many is of level 1 of :mod:`zero_memory`: rows are exchanged, and
-its products are made, again. All ranks of the exchange see the same counts, and so decide alike, which the second
-exchange needs.
+even. A layer in which one has more than ``scale`` times as many is of level 1 of :mod:`zero_memory`: rows are
+exchanged, and its products are made, again. All ranks of the exchange see the same counts, and so decide alike, which
+the second exchange needs.
 
 Eager layers decide by the counts of the very call. A graph holds either way, not both, so that of a compiled chunk the
 counts of its call before decide, as in MindSpeed (whose layers are all eager); two graphs are made, one for each way.

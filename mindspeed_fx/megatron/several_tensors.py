@@ -2,7 +2,8 @@
 
 Megatron's schedule without virtual stages already receives and sends a list of shapes; what it lacks is where the
 shapes come from, a stage's list of outputs, and a backward from several of them. Shapes are those of
-``args.pipeline_tensor_shapes``, which the model's provider sets: a list of {"shape": ..., "dtype": ...}; without it there is one, the hidden states.
+``args.pipeline_tensor_shapes``, which the model's provider sets: a list of {"shape": ..., "dtype": ...}; without it
+there is one, the hidden states.
 Semantics: MindSpeed's multi_parameter pipeline.
 """
 
