@@ -115,3 +115,15 @@ def compile_alone(module: torch.nn.Module, **settings: Any) -> None:
         return module._call_impl(*args, **kwargs)
 
     module._compiled_call_impl = torch.compile(_with_own_code(call), **settings)
+
+
+def before_compiled_calls(module: torch.nn.Module, function: Callable[[], None]) -> None:
+    """Call ``function`` before every call of a compiled module, outside of its graphs (hooks of the module are
+    inside)."""
+    call = module._compiled_call_impl
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        function()
+        return call(*args, **kwargs)
+
+    module._compiled_call_impl = called
