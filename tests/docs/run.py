@@ -1,0 +1,76 @@
+"""Runs the blocks of one page; as a program, ``python -m tests.docs.run PAGE TIER``, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+from mindspeed_fx import passes
+from tests.docs.blocks import Block, commands, read_page
+from tests.docs.commands import check_command, run_command
+
+OPTIONS = '{"codegen": "eager"}'
+"""Of the pages' compilations, where a block does not say otherwise: no code is generated, so that a page takes seconds."""
+
+
+class BlockError(Exception):
+    """A block that failed: where, and how."""
+
+
+def run_page(page: str, tier: str = "usual", blocks: list[Block] | None = None) -> int:
+    """Run what runs of a page in this folder; returns how many blocks did."""
+    namespace: dict = {"__name__": "__page__"}
+    count, before = 0, {p.name for p in passes.registered()}
+    try:
+        for block in read_page(page) if blocks is None else blocks:
+            try:
+                count += _run_block(block, namespace, tier)
+            except (Exception, SystemExit) as e:
+                tail = "".join(traceback.format_exception(e)[-6:])
+                raise BlockError(f"{block.place}: {type(e).__name__}: {e}\n{tail}") from None
+    finally:
+        for name in {p.name for p in passes.registered()} - before:
+            passes.unregister(name)
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    return count
+
+
+def _run_block(block: Block, namespace: dict, tier: str) -> int:
+    """1 if the block ran."""
+    here = Path.cwd()
+    if block.title:
+        (here / block.title).write_text(block.code)
+        if block.language == "python":
+            compile(block.code, block.title, "exec")
+    elif block.language == "python":
+        # Lines as in the page, where inspect finds them.
+        path = Path(__file__).parents[2] / block.page
+        code = compile("\n" * (block.line - 1) + block.code, str(path), "exec")
+        if block.runs_in(tier):
+            exec(code, namespace)
+            return not block.is_setup
+    elif block.language == "bash":
+        for line in commands(block):
+            if block.runs_in(tier):
+                run_command(line, here)
+            else:
+                check_command(line, here, is_elsewhere="Megatron-LM" in block.reason)
+        return block.runs_in(tier)
+    elif block.language == "json":
+        json.loads(block.code)
+    elif block.language == "yaml":
+        import yaml
+
+        yaml.safe_load(block.code)
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("MINDSPEED_FX_OPTIONS", OPTIONS)
+    print(run_page(sys.argv[1], sys.argv[2]))
