@@ -88,7 +88,10 @@ def draw_measured() -> str:
     for i, (name, time, peak) in enumerate(rows):
         y = 52.0 + 46 * i
         parts.append(text(left - 10, y + 17, name, INK, text_anchor="end", font_size=12))
-        for offset, value, colour, word, ink in ((0, time, "#0072b2", "time", PAPER), (16, peak, "#e69f00", "memory", INK)):
+        for offset, value, colour, word, ink in (
+            (0, time, "#0072b2", "time", PAPER),
+            (16, peak, "#e69f00", "memory", INK),
+        ):
             parts.append(rect(left, y + offset, value * scale, 14.0, colour))
             parts.append(text(left + value * scale - 6, y + offset + 11, f"{word} {value:.2f}", ink, text_anchor="end"))
     parts.append(text(14.0, 32.0, "a training step on two CPU cores, 2026-11-21", FAINT))

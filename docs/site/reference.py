@@ -154,8 +154,7 @@ def _entry(name: str, one: Any) -> list[str]:
 def _signature(one: Any) -> str:
     """The signature, annotations as they are written, an argument a line where it is long."""
     signature = inspect.signature(one)
-    drawn = [str(p).replace("'", "") if isinstance(p.annotation, str) else str(p) for p in signature.parameters.values()]
-    drawn = [p for p in drawn if p != "self" and p != "cls"]
+    drawn = [_parameter(p) for name, p in signature.parameters.items() if name not in ("self", "cls")]
     marks, kinds = [], [p.kind for n, p in signature.parameters.items() if n not in ("self", "cls")]
     for text, kind in zip(drawn, kinds):
         if kind is inspect.Parameter.KEYWORD_ONLY and "*" not in marks and not any(m.startswith("*") for m in marks):
@@ -163,6 +162,12 @@ def _signature(one: Any) -> str:
         marks.append(text)
     flat = "(" + ", ".join(marks) + ")"
     return flat if len(flat) < 70 else "(\n    " + ",\n    ".join(marks) + ",\n)"
+
+
+def _parameter(parameter: inspect.Parameter) -> str:
+    """As in the source: annotations are strings there, and default factories make empty mappings."""
+    text = str(parameter).replace("<factory>", "{}")
+    return re.sub(r"[\"']", "", text) if parameter.default in (None, parameter.empty) else text.replace("'", '"')
 
 
 def _roles(text: str) -> str:

@@ -32,7 +32,10 @@ class Layer(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
         self.attention = Attention(hidden, heads)
-        self.up_proj, self.down_proj = nn.Linear(hidden, 4 * hidden, bias=False), nn.Linear(4 * hidden, hidden, bias=False)
+        self.up_proj, self.down_proj = (
+            nn.Linear(hidden, 4 * hidden, bias=False),
+            nn.Linear(4 * hidden, hidden, bias=False),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm1(x))

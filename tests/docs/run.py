@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import traceback
+import types
 from pathlib import Path
 
 import torch
@@ -18,13 +19,18 @@ OPTIONS = '{"codegen": "eager"}'
 """Of the pages' compilations, where a block does not say otherwise: no code is generated, so that a page takes seconds."""
 
 
+NAME = "page_of_the_documentation"
+
+
 class BlockError(Exception):
     """A block that failed: where, and how."""
 
 
 def run_page(page: str, tier: str = "usual", blocks: list[Block] | None = None) -> int:
     """Run what runs of a page in this folder; returns how many blocks did."""
-    namespace: dict = {"__name__": "__page__"}
+    module = types.ModuleType(NAME)
+    namespace = vars(module)
+    sys.modules[NAME] = module  # where Dynamo looks for a function's globals
     count, before = 0, {p.name for p in passes.registered()}
     try:
         for block in read_page(page) if blocks is None else blocks:
@@ -34,6 +40,7 @@ def run_page(page: str, tier: str = "usual", blocks: list[Block] | None = None) 
                 tail = "".join(traceback.format_exception(e)[-6:])
                 raise BlockError(f"{block.place}: {type(e).__name__}: {e}\n{tail}") from None
     finally:
+        del sys.modules[NAME]
         for name in {p.name for p in passes.registered()} - before:
             passes.unregister(name)
         if torch.distributed.is_initialized():

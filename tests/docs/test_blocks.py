@@ -22,7 +22,6 @@ OWN_PROCESS = {
 """Pages that change more than a namespace, and what."""
 
 
-
 def _code(page: str) -> list[Block]:
     """Blocks that run or could; of a page that breaks the rules none, since its own test says so."""
     try:

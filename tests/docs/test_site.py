@@ -18,7 +18,15 @@ from mindspeed_fx.options import Options
 from mindspeed_fx.passes.manager import PASSES
 from tests.docs.blocks import PAGES, ROOT
 
-SAMPLE = ("index", "guide/first_steps", "guide/several_devices", "options", "reference/python", "features", "mindspeed_flags")
+SAMPLE = (
+    "index",
+    "guide/first_steps",
+    "guide/several_devices",
+    "options",
+    "reference/python",
+    "features",
+    "mindspeed_flags",
+)
 """Pages that are opened at both widths in the usual tier; the slow one opens all."""
 
 
@@ -34,7 +42,9 @@ def site(tmp_path_factory):
 
 def test_the_site_fetches_nothing(site):
     """Every script, style, font and picture of a page lies beside it."""
-    tag = re.compile(r"<(?:script|img|iframe|source)[^>]*\ssrc=[\"']?([^\"' >]+)|<link[^>]*\shref=[\"']?([^\"' >]+)[^>]*>")
+    tag = re.compile(
+        r"<(?:script|img|iframe|source)[^>]*\ssrc=[\"']?([^\"' >]+)|<link[^>]*\shref=[\"']?([^\"' >]+)[^>]*>"
+    )
     pages = sorted(site.rglob("*.html"))
     assert len(pages) >= len(PAGES) + 5
     for page in pages:
