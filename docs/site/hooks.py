@@ -2,7 +2,7 @@
 
 * README.md is the first page, CONTRIBUTING.md and CHANGELOG.md are pages of "Project".
 * The reference is generated (`reference.py`).
-* A file outside of docs/ that a page links to becomes a page with its text, so that the site is whole without a network.
+* A file outside of docs/ that a page links to becomes a page with its text: the site is whole without a network.
 * What material would fetch is beside the pages.
 * Comments that only the tests read (setup, not run, slow) are left out.
 """
@@ -23,7 +23,7 @@ COPIED = {"README.md": "index.md", "CONTRIBUTING.md": "project/contributing.md",
 
 ORIGINS = {page: name for name, page in COPIED.items()}
 LINK = re.compile(r"(!?\[[^\]\n]*\]\()([^)\s#]+)(#[^)\s]*)?\)")
-COMMENT = re.compile(r"^<!-- (?:setup|not run|slow)\b.*?-->\n", re.MULTILINE | re.DOTALL)
+COMMENT = re.compile(r"^<!-- (?:setup|not run|slow|npu)\b.*?-->\n", re.MULTILINE | re.DOTALL)
 SHIM, OWN_SHIM = "https://unpkg.com/iframe-worker/shim", "assets/iframe-worker.js"
 """What material fetches for the search in pages that are opened as files, and the copy that is used in its place."""
 

@@ -20,9 +20,9 @@ from mindspeed_fx import cli, passes
 from mindspeed_fx.kernels import base as kernels
 from mindspeed_fx.options import Options
 from mindspeed_fx.passes import manager
+from mindspeed_fx.planning.explain import Report
 from mindspeed_fx.planning.search.searched_plan import SearchedPlan
 from mindspeed_fx.planning.simulate import Simulation
-from mindspeed_fx.planning.explain import Report
 
 RETURNED = (Report, SearchedPlan, Simulation)
 """What public functions return, with the methods that their docstrings name."""
@@ -77,7 +77,7 @@ def passes_page() -> str:
         "# Passes",
         "",
         "Generated from the list that the compiler runs (`mindspeed_fx/passes/manager.py`), in that order; "
-        "`mindspeed-fx passes` prints the same with your own. A pass of level 3 runs on request only (option `enable`). "
+        "`mindspeed-fx passes` prints the same with your own. Level 3: on request only (option `enable`). "
         "Exact: outputs and gradients stay bitwise equal; close: equal within rounding (option `check` compares).",
     ]
     for stage in manager.STAGES:
@@ -94,8 +94,8 @@ def command_line() -> str:
     lines = [
         "# Command line",
         "",
-        "Generated from the parser of `mindspeed-fx`. The status is 0 where all is well, 1 where the answer is bad news "
-        "and 2 for a wrong call, which is one line on stderr.",
+        "Generated from the parser of `mindspeed-fx`. The status is 0 where all is well, 1 where the answer is bad "
+        "news and 2 for a wrong call, which is one line on stderr.",
         "",
     ]
     for name, help_text, parser in commands():

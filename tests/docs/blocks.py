@@ -1,7 +1,7 @@
 """The code of the pages: README.md and docs/, as a reader would run it, block by block in one namespace for each page.
 
 A fence has a language. Beside "python" and "bash", "yaml" and "json" are read, and "text" is looked at for commands.
-A block with a title is a file: it is written where the page runs, for a later command. Comments say what a page does not:
+A block with a title is a file: it is written where the page runs, for a later command. Comments say the rest:
 
     <!-- setup
     model = ...                 code that runs at that place and is not shown

@@ -16,7 +16,7 @@ from tests.docs.blocks import Block, commands, read_page
 from tests.docs.commands import check_command, run_command
 
 OPTIONS = '{"codegen": "eager"}'
-"""Of the pages' compilations, where a block does not say otherwise: no code is generated, so that a page takes seconds."""
+"""Of the pages' compilations, where a block does not say otherwise: without generated code a page takes seconds."""
 
 
 NAME = "page_of_the_documentation"

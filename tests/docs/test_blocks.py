@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -49,6 +50,8 @@ def test_the_blocks_of_a_page_run(page, tier, tmp_path, monkeypatch):
         toolchain = pytest.importorskip("mindspeed_fx.ascend.toolchain")
         if not all(row["installed"] for row in toolchain.status(None, [])):
             pytest.skip("the Ascend tool chain is not installed")
+        if "MINDSPEED_FX_TOOLCHAIN" in os.environ:  # which make gives from the top of the repository
+            monkeypatch.setenv("MINDSPEED_FX_TOOLCHAIN", os.path.abspath(os.environ["MINDSPEED_FX_TOOLCHAIN"]))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MINDSPEED_FX_OPTIONS", OPTIONS)
     should = sum(not b.title and b.runs_in(tier) for b in _code(page))
