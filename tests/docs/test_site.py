@@ -3,12 +3,14 @@ and in a browser no page complains or is wider than the screen."""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import filelock  # torch needs it too
 import pytest
 
 import mindspeed_fx
@@ -33,10 +35,14 @@ SAMPLE = (
 @pytest.fixture(scope="session")
 def site(tmp_path_factory):
     pytest.importorskip("material", reason="mkdocs-material is not installed (extra docs)")
-    folder = tmp_path_factory.mktemp("site")
-    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    base = tmp_path_factory.getbasetemp()
+    root = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder = root / "documentation"
+    with filelock.FileLock(root / "documentation.lock"):  # one build for all processes of a run
+        if not (folder / "index.html").is_file():
+            words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+            done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
 
