@@ -95,7 +95,7 @@ def test_commands_in_prose_exist(page):
     text = (ROOT / page).read_text()
     code = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
     shown = [line for b in read_text(text, page) if b.language == "text" for line in b.code.splitlines()]
-    for words in [*code, *shown]:
+    for words in (line.removeprefix("$ ") for line in [*code, *shown]):
         if words.startswith("mindspeed-fx "):
             check_synopsis(words)
         elif words.startswith("make "):
