@@ -1,4 +1,4 @@
-"""Runs the blocks of one page; as a program, ``python -m tests.docs.run PAGE TIER``, in a process of its own."""
+"""Runs the blocks of one page; as a program, ``python -m tests.docs.run PAGE ...``, in a process of its own."""
 
 from __future__ import annotations
 
@@ -80,4 +80,7 @@ def _run_block(block: Block, namespace: dict, tier: str) -> int:
 
 if __name__ == "__main__":
     os.environ.setdefault("MINDSPEED_FX_OPTIONS", OPTIONS)
-    print(run_page(sys.argv[1], sys.argv[2]))
+    for name in sys.argv[1:]:
+        torch._dynamo.reset()
+        sys.modules.pop("mindspeed_fx.megatron_adaptor", None)  # a page may undo what importing it does
+        print(f"{name}: {run_page(name)} blocks")
