@@ -36,8 +36,8 @@ TIERS = [
     pytest.param(page, tier, marks=marks)
     for tier, marks in (
         ("usual", []),
-        ("slow", [pytest.mark.slow]),
-        ("npu", [pytest.mark.slow, pytest.mark.npu]),
+        ("slow", [pytest.mark.slow, pytest.mark.timeout(900)]),
+        ("npu", [pytest.mark.slow, pytest.mark.npu, pytest.mark.timeout(900)]),
     )
     for page in RUNNING
     if page not in OWN_PROCESS and (tier == "usual" or any(b.tag == tier for b in _code(page)))
