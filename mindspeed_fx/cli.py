@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_doctor(commands: Any) -> None:
     """The arguments of ``doctor``."""
     doctor = commands.add_parser("doctor", help="what is installed, which targets work, and why not")
-    doctor.add_argument("--json", action="store_true")
+    doctor.add_argument("--json", action="store_true", help="print the answer as JSON")
     doctor.set_defaults(run=_doctor)
 
 
@@ -196,7 +196,7 @@ def _add_toolchain(commands: Any) -> None:
         "components", nargs="*", metavar="COMPONENT", help="torch_npu, triton_ascend, torch_mlir; none means all"
     )
     toolchain.add_argument("--dir", help="where (default: $MINDSPEED_FX_TOOLCHAIN, else the user's cache directory)")
-    toolchain.add_argument("--json", action="store_true")
+    toolchain.add_argument("--json", action="store_true", help="print the answer as JSON")
     toolchain.set_defaults(run=_toolchain)
 
 
