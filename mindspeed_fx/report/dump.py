@@ -21,6 +21,7 @@ from mindspeed_fx.compat import distributed
 from mindspeed_fx.private_files import write_whole
 from mindspeed_fx.report import measured, memory
 from mindspeed_fx.report.diffs import diff_text, is_changed, lowered_counts
+from mindspeed_fx.report.facts import facts_of
 from mindspeed_fx.report.records import GraphRecord, PassRun
 
 SHOWN = 0o644
@@ -38,8 +39,6 @@ def write(record: GraphRecord, directory: str) -> pathlib.Path:
     Raises:
         OSError: the directory cannot be written; the message names the option.
     """
-    from mindspeed_fx.report.html import index_page
-
     root = pathlib.Path(directory)
     folder = root / f"rank{record.rank}" / f"graph{record.index}"
     files, pictures = _files(record), _pictures(record)
@@ -61,21 +60,29 @@ def write(record: GraphRecord, directory: str) -> pathlib.Path:
             write_whole(folder / name, text, SHOWN)
         for name, curves in pictures.items():
             memory.png(curves, str(folder / name))
-        graphs = sorted(
-            root.glob("rank*/graph*/index.md"),
-            key=lambda g: [int("".join(filter(str.isdigit, part)) or 0) for part in g.parts[-3:-1]],
-        )
-        write_whole(
-            root / "index.md",
-            "# mindspeed_fx dump\n\n"
-            + "".join(f"- [{g.parent.relative_to(root)}]({g.relative_to(root)})\n" for g in graphs),
-            SHOWN,
-        )
-        write_whole(root / "index.html", index_page(_metadata_of(root, [g.parent for g in graphs])), SHOWN)
+        write_index(root)
     except OSError as e:
         why = "; a directory that can be written, or made, is expected"
         raise OSError(f'option "dump": cannot write to {directory!r}: {e}{why}') from e
     return folder
+
+
+def write_index(root: pathlib.Path) -> list[pathlib.Path]:
+    """Write index.md and index.html of all graphs of all ranks that are in a dump; returns the graphs' folders. Every
+    rank does so whenever it has written a graph; so does ``mindspeed-fx index``, where ranks wrote to different places.
+    """
+    from mindspeed_fx.report.html import index_page
+
+    folders = sorted((g.parent for g in root.glob("rank*/graph*/index.md")), key=order_of_graph)
+    lines = [f"- [{f.relative_to(root)}]({f.relative_to(root)}/index.md)\n" for f in folders]
+    write_whole(root / "index.md", "# mindspeed_fx dump\n\n" + "".join(lines), SHOWN)
+    write_whole(root / "index.html", index_page(_metadata_of(root, folders)), SHOWN)
+    return folders
+
+
+def order_of_graph(folder: pathlib.Path) -> list[int]:
+    """Sorts ``rankN/graphN`` by numbers."""
+    return [int("".join(filter(str.isdigit, part)) or 0) for part in folder.parts[-2:]]
 
 
 def _metadata_of(root: pathlib.Path, folders: list[pathlib.Path]) -> list[tuple[str, dict[str, Any]]]:
@@ -155,14 +162,18 @@ def metadata(record: GraphRecord) -> dict[str, Any]:
     """Everything but the code, ready for JSON."""
     from mindspeed_fx.report.modelled import modelled_rows
 
-    values = dataclasses.asdict(dataclasses.replace(record, calls={}, stages={}))
-    del values["stages"], values["calls"], values["logged"], values["kernels"]
+    hidden = {name: {} for name in ("calls", "stages", "estimates", "lanes", "kernels")}
+    values = dataclasses.asdict(dataclasses.replace(record, **hidden))
+    for name in (*hidden, "logged", "input_bytes"):
+        del values[name]
+    if values["measured"] is not None:
+        del values["measured"]["timeline"]
     for run in values["runs"]:
         for code in ("before", "after", "diff"):
             run.pop(code)
         run["report"].pop("files")
         run["report"].pop("curves")
-    return {**values, "counts": record.counts, "modelled": modelled_rows(record)}
+    return {**values, "counts": record.counts, "modelled": modelled_rows(record), **facts_of(record)}
 
 
 def index_text(record: GraphRecord) -> str:

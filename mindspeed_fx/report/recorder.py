@@ -12,15 +12,20 @@ import json
 import logging
 import threading
 import time
-from typing import Any, Iterator
+from typing import Any, Iterator, Sequence
+
+import torch
 
 from mindspeed_fx._version import __version__
+from mindspeed_fx.compat import dynamo, inductor
+from mindspeed_fx.compat.fake import hint as size_hint
 from mindspeed_fx.report.records import GraphRecord
 
 log = logging.getLogger("mindspeed_fx")
 _lock = threading.Lock()
 _collectors: list[list[GraphRecord]] = []
 _graphs = 0
+_modelling = 0
 
 
 def begin(options: dict[str, Any], effective: dict[str, Any], rank: int) -> GraphRecord:
@@ -32,6 +37,7 @@ def begin(options: dict[str, Any], effective: dict[str, Any], rank: int) -> Grap
         index = len(_collectors[-1]) if _collectors else _graphs
         _graphs += not _collectors
         record = GraphRecord(index, rank, options, effective)
+        record.seconds |= {"dynamo": seconds} if (seconds := dynamo.frame_seconds()) else {}
         for collector in _collectors:
             collector.append(record)
     return record
@@ -114,6 +120,44 @@ def record_time(record: GraphRecord, name: str) -> Iterator[None]:
         yield
     finally:
         record.seconds[name] = record.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+@contextlib.contextmanager
+def record_codegen(record: GraphRecord) -> Iterator[None]:
+    """As :func:`record_time` for "codegen", and of that "compilers": waiting for compilers of what was generated."""
+    before = inductor.compiler_seconds()
+    with record_time(record, "codegen"):
+        yield
+    if (seconds := inductor.compiler_seconds() - before) > 0:
+        record.seconds["compilers"] = record.seconds.get("compilers", 0.0) + seconds
+
+
+def note_inputs(record: GraphRecord, inputs: Sequence[Any]) -> None:
+    """Bytes of what a graph is given."""
+    values = {"trainable": 0, "elements": 0, "other": 0}
+    for x in (x for x in inputs if isinstance(x, torch.Tensor) and x.layout is torch.strided):
+        size = size_hint(x.numel())
+        is_trainable = x.requires_grad and x.is_leaf
+        values["trainable" if is_trainable else "other"] += size * x.element_size()
+        values["elements"] += size * is_trainable
+    record.input_bytes = values
+
+
+@contextlib.contextmanager
+def modelling() -> Iterator[list[GraphRecord]]:
+    """As :func:`collecting`; and graphs end before code is generated for them: they run operator by operator."""
+    global _modelling
+    with collecting() as records:
+        _modelling += 1
+        try:
+            yield records
+        finally:
+            _modelling -= 1
+
+
+def is_modelling() -> bool:
+    """True inside :func:`modelling`."""
+    return _modelling > 0
 
 
 def _tracing() -> bool:
