@@ -93,9 +93,7 @@ def tensor_like(mode: Any, tensor: torch.Tensor, shape: Sequence[int]) -> torch.
     if tuple(shape) == tuple(tensor.shape):
         return mode.from_tensor(tensor, static_shapes=True)
     with mode:
-        return torch.empty(
-            tuple(shape), dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad
-        )
+        return torch.empty(tuple(shape), dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad)
 
 
 def copy_module(mode: Any, module: torch.nn.Module) -> torch.nn.Module:

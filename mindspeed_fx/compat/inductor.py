@@ -287,8 +287,8 @@ def kernels_by_node() -> Iterator[None]:
 
 
 def compiler_seconds() -> float:
-    """Seconds that Inductor has waited in this process for compilers of the code that it generates; 0.0 where this torch
-    does not count them."""
+    """Seconds that Inductor has waited in this process for compilers of what it generates; 0.0 where this torch does
+    not count them."""
     from torch._dynamo.utils import compilation_time_metrics
 
     return float(sum(compilation_time_metrics.get("async_compile.wait", ())))

@@ -31,8 +31,8 @@ def add_ask(commands: Any) -> None:
     command.add_argument(
         "source",
         metavar="SCRIPT.py:FUNCTION|DIR",
-        help="a function that returns (model, args) or (model, args, kwargs), whose step is traced and modelled; or the "
-        "directory of a dump",
+        help="a function that returns (model, args) or (model, args, kwargs), whose step is traced and modelled; or a "
+        "dump's directory",
     )
     command.add_argument("question", nargs="?", metavar="QUESTION", help="none: list them")
     command.add_argument("about", nargs="?", metavar="ABOUT", help="a kind of layer, a rank, a node, a level, a batch")

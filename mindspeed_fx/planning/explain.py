@@ -92,7 +92,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the code, as values that JSON has or that have a text."""
-        from mindspeed_fx.report.dump import metadata
+        from mindspeed_fx.report.metadata import metadata
 
         return {
             "graph_count": self.graph_count,
@@ -163,8 +163,9 @@ def explain(
 
     Raises:
         OptionError: a bad option. Errors of the model and of the compiler pass through.
-        ArgumentError: args and kwargs that the model does not take; an unknown form of the step; ``measure`` with tensors that are fake or on the
-            meta device, with the kernels of another device, or with parameters that step in the backward.
+        ArgumentError: args and kwargs that the model does not take; an unknown form of the step; ``measure`` with
+            tensors that are fake or on the meta device, with the kernels of another device, or with parameters that
+            step in the backward.
     """
     from mindspeed_fx import torch_compile
     from mindspeed_fx.backend import mindspeed
@@ -221,7 +222,9 @@ def _forms(what_if: Any) -> list[str] | None:
     if isinstance(what_if, bool):
         return [] if what_if else None
     if not isinstance(what_if, (list, tuple)):
-        arguments.refuse("explain", "what_if", what_if, 'True, False, or a list as in ["level 1", "batch 8"] is expected')
+        arguments.refuse(
+            "explain", "what_if", what_if, 'True, False, or a list as in ["level 1", "batch 8"] is expected'
+        )
     for text in what_if:
         parse_form(text)
     return list(what_if)

@@ -71,8 +71,8 @@ def _explain(arg: argparse.Namespace) -> int:
     for name in ("measure", "what_if"):
         if getattr(arg, name) and not function:
             raise ValueError(
-                f"--{name.replace('_', '-')} needs SCRIPT.py:FUNCTION, whose model and inputs are a step; a script's is "
-                "not known"
+                f"--{name.replace('_', '-')} needs SCRIPT.py:FUNCTION, whose model and inputs are a step; a "
+                "script's is not known"
             )
     report = (
         _explain_function(path, function, options, arg.measure, arg.what_if)

@@ -52,7 +52,9 @@ def model_step(
     backend = lambda gm, inputs: mindspeed(gm, inputs, options=own)  # noqa: E731
     mode = fake.new_mode()
     shape = functools.partial(_with_batch, before=batch_of(args, kwargs), after=batch)
-    fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, lambda t: fake.tensor_like(mode, t, shape(t)), (args, kwargs))
+    fake_args, fake_kwargs = pytree.tree_map_only(
+        torch.Tensor, lambda t: fake.tensor_like(mode, t, shape(t)), (args, kwargs)
+    )
     twin = fake.copy_module(mode, model) if isinstance(model, torch.nn.Module) else model
 
     def call(*arguments: Any, **named: Any) -> Any:
@@ -118,7 +120,9 @@ def parse_form(text: str) -> tuple[str, str]:
         raise ArgumentError(f"explain: what_if has {text!r}{nearest(kind, KINDS)}; valid: {valid}")
     if kind == "without":
         if value not in FAMILIES:
-            raise ArgumentError(f"explain: what_if has {text!r}{nearest(value, FAMILIES)}; valid: {', '.join(FAMILIES)}")
+            raise ArgumentError(
+                f"explain: what_if has {text!r}{nearest(value, FAMILIES)}; valid: {', '.join(FAMILIES)}"
+            )
     elif not value.isdigit() or (kind == "level" and int(value) not in LEVELS) or (kind == "batch" and int(value) < 1):
         numbers = ", ".join(map(str, LEVELS)) if kind == "level" else "a whole number from 1 on"
         raise ArgumentError(f"explain: what_if has {text!r}; valid for {kind}: {numbers}")

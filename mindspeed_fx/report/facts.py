@@ -33,8 +33,8 @@ def facts_of(record: GraphRecord) -> dict[str, Any]:
 
 
 def step_totals(graphs: Sequence[GraphRecord]) -> dict[str, Any]:
-    """Seconds, kernels, bytes, peak and resident bytes of a step, modelled, over all graphs; of several graphs the peaks
-    add up, which is more than the step needs."""
+    """Seconds, kernels, bytes, peak and resident bytes of a step, modelled, over all graphs; the peaks of several add
+    up, which is more than the step needs."""
     totals = {"seconds": 0.0, "kernels": 0, "bytes": 0, "peak": 0, "resident": 0}
     for record in graphs:
         known = {stage: e for stage, e in estimates(record).items() if stage in STEP}

@@ -11,18 +11,23 @@ from importlib import resources
 from typing import Any, Iterable, Mapping, Sequence
 
 from mindspeed_fx.report import measured, modelled
+from mindspeed_fx.report.answers.base import Answer
 from mindspeed_fx.report.diffs import is_changed, lowered_counts
 from mindspeed_fx.report.measured import FAMILY_HEAD, KERNEL_HEAD, Measured
 from mindspeed_fx.report.page_data import differences_of_ranks, packed, page_data
 from mindspeed_fx.report.records import GraphRecord
 
 
-def graph_page(record: GraphRecord) -> str:
-    """The page of one graph."""
+def graph_page(record: GraphRecord, values: Mapping[str, Any]) -> str:
+    """The page of one graph.
+
+    Args:
+        values: its :func:`mindspeed_fx.report.metadata.metadata`.
+    """
     numbered = list(enumerate(record.runs))
     shown = [(n, r) for n, r in numbered if r.report.rewrites or r.report.skipped or is_changed(r) or r.report.files]
     skipped = sum(len(r.report.skipped) for r in record.runs)
-    cost = modelled.modelled_rows(record)
+    cost = values["modelled"]
     return _render(
         "graph.html",
         title=f"mindspeed_fx: graph {record.index}",
@@ -36,6 +41,9 @@ def graph_page(record: GraphRecord) -> str:
         runs=shown,
         idle=[r for n, r in numbered if (n, r) not in shown],
         lowered=[(o, s, k, n, w) for (o, s, k, w), n in lowered_counts(record).items()],
+        questions=_questions(record, values),
+        plan=_file(record, "plan.svg"),
+        plan_notes=[note for run in record.runs if run.report.name == "sharding.verify" for note in run.report.notes],
         measured=_measured(record.measured) if record.measured is not None else None,
         about=modelled.about(record) if record.calls else "",
         cost_head=modelled.HEAD,
@@ -98,6 +106,28 @@ def _measured(values: Measured) -> dict[str, Any]:
         "kernel_head": KERNEL_HEAD,
         "notes": values.notes,
     }
+
+
+def _questions(record: GraphRecord, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The ten questions with their answers; of a node the page's script answers."""
+    from mindspeed_fx.report.answers.ask import QUESTIONS, ask
+    from mindspeed_fx.report.answers.source import of_records
+
+    (facts,) = of_records([record], known=[values])
+    return [
+        {
+            "name": q.name,
+            "title": q.words.format("...") if q.name == "node" else q.title(""),
+            "answer": ask(facts, q.name) if q.name != "node" else Answer(()),
+            "view": q.view,
+        }
+        for q in QUESTIONS
+    ]
+
+
+def _file(record: GraphRecord, name: str) -> str:
+    """A file of the last pass that has one of that name; "" where none has."""
+    return next((run.report.files[name] for run in reversed(record.runs) if name in run.report.files), "")
 
 
 def _answer(cost: Sequence[Mapping[str, Any]]) -> str:

@@ -73,7 +73,11 @@ def _table(answer: Answer) -> list[str]:
 
 
 def _cut(words: str, width: int) -> str:
-    return words if len(words) <= width else f"{words[: width // 2 - 1]}...{words[len(words) - (width - width // 2 - 2) :]}"
+    return (
+        words
+        if len(words) <= width
+        else f"{words[: width // 2 - 1]}...{words[len(words) - (width - width // 2 - 2) :]}"
+    )
 
 
 def ms(seconds: float) -> str:
@@ -82,8 +86,12 @@ def ms(seconds: float) -> str:
 
 
 def mib(count: float) -> str:
-    """Bytes in MiB, large numbers in GiB."""
-    return f"{count / MIB:,.2f} MiB" if count < 1024 * MIB else f"{count / 2**30:,.2f} GiB"
+    """Bytes with a unit, three digits or more."""
+    size = abs(count)
+    for unit, name in ((2**30, "GiB"), (MIB, "MiB"), (2**10, "KiB")):
+        if size >= unit:
+            return f"{count / unit:,.{max(0, 3 - len(str(int(size / unit))))}f} {name}"
+    return f"{count:,.0f} B"
 
 
 def percent(part: float, whole: float) -> str:

@@ -72,12 +72,24 @@ def batch(facts: Facts, value: str) -> Answer:
         lines = (_verdict("this batch", base[0], states, capacity, whose), _missing("batch", str(wanted)))
         return Answer(lines)
     rows = [
-        (f"batch {b}", mib(peak + resident), mib(peak + resident + states), _fits(peak + resident + states, capacity), ms(s))
+        (
+            f"batch {b}",
+            mib(peak + resident),
+            mib(peak + resident + states),
+            _fits(peak + resident + states, capacity),
+            ms(s),
+        )
         for b, (peak, resident, s) in sorted(sizes.items())
     ]
     lines = [_for_batch(wanted, sizes, states, capacity, whose)]
-    lines += [f"batch {v['value']} was not modelled: {v['error']}" for v in forms["variants"] if v["kind"] == "batch" and v["error"]]
-    lines.append(f"taken: parameters, buffers, inputs, results, gradients; Adam's states are {mib(states)} more; modelled")
+    lines += [
+        f"batch {v['value']} was not modelled: {v['error']}"
+        for v in forms["variants"]
+        if v["kind"] == "batch" and v["error"]
+    ]
+    lines.append(
+        f"taken: parameters, buffers, inputs, results, gradients; Adam's states are {mib(states)} more; modelled"
+    )
     return Answer(tuple(lines), ("", "without optimizer", "with Adam", f"in {mib(capacity)}", "step"), rows)
 
 
@@ -126,9 +138,10 @@ def _compared(facts: Facts, kind: str, value: str, words: str) -> Answer:
         return Answer((f"{words} was not modelled: {known['error']}",), *_rows(forms, kind))
     base = forms["base"]
     more, peak = known["seconds"] - base["seconds"], known["peak"] - base["peak"]
+    share = percent(more, base["seconds"]) or "nothing modelled"
     head = (
         f"{words}: {ms(known['seconds'])} a step instead of {ms(base['seconds'])} "
-        f"({percent(more, base['seconds']) or 'nothing modelled'}), {known['kernels'] - base['kernels']:+} kernels, peak "
+        f"({share}), {known['kernels'] - base['kernels']:+} kernels, peak "
         f"{mib(known['peak'])} instead of {mib(base['peak'])} ({percent(peak, base['peak'])}); modelled"
     )
     note = (forms["note"],) if forms["note"] else ()
@@ -164,7 +177,9 @@ def _missing(kind: str, value: str) -> str:
 
 
 def _missing_rows(forms: Any) -> tuple[str, ...]:
-    return () if forms else ("other levels are not modelled here: explain --what-if, or ask SCRIPT.py:FUNCTION level N",)
+    return (
+        () if forms else ("other levels are not modelled here: explain --what-if, or ask SCRIPT.py:FUNCTION level N",)
+    )
 
 
 def _whole(question: str, value: str) -> int:

@@ -21,7 +21,9 @@ def rank(facts: Facts, value: str) -> Answer:
     if not value:
         different = [row for row in table if len(set(row.of.values())) > 1]
         lines = (f"{plural(len(different), 'thing')} of {len(table)} differ between {len(numbers)} ranks",)
-        return Answer(lines, ("graph", "what", *(f"rank {n}" for n in numbers)), [_row(row, numbers) for row in different])
+        return Answer(
+            lines, ("graph", "what", *(f"rank {n}" for n in numbers)), [_row(row, numbers) for row in different]
+        )
     mine = int(value)
     results = []
     for row in table:
@@ -31,7 +33,9 @@ def rank(facts: Facts, value: str) -> Answer:
             results.append((row.graph, row.what, row.of.get(mine, "-"), _said(row, mine)))
     head = ("graph", "what", f"rank {mine}", "the others")
     if not results:
-        return Answer((f"nothing: rank {mine} does what most of the other {len(numbers) - 1} do, in {len(table)} things",))
+        return Answer(
+            (f"nothing: rank {mine} does what most of the other {len(numbers) - 1} do, in {len(table)} things",)
+        )
     return Answer((f"rank {mine} differs in {plural(len(results), 'thing')} of {len(table)}",), head, results)
 
 
@@ -79,7 +83,10 @@ def _texts(values: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     yield from _sent(values.get("step") or {})
     if memory := values.get("memory"):
         yield "peak", mib(memory["peak"])
-        yield "parameters, buffers and inputs", mib(memory["given"].get("trainable", 0) + memory["given"].get("other", 0))
+        yield (
+            "parameters, buffers and inputs",
+            mib(memory["given"].get("trainable", 0) + memory["given"].get("other", 0)),
+        )
     for row, count in Counter((r["operator"], r["side"], r["kernel"]) for r in values["lowered"]).items():
         yield f"{row[0]} in the {row[1]} by {row[2]}", str(count)
 

@@ -49,14 +49,21 @@ def node(facts: Facts, name: str) -> Answer:
         for site in run["report"]["rewrites"]
         if name in site["nodes"]
     ]
-    stages = [stage for stage, code in facts.codes().items() if re.search(rf"^ {{4}}(# )?{re.escape(name)}: ", code, re.M)]
+    stages = [
+        stage for stage, code in facts.codes().items() if re.search(rf"^ {{4}}(# )?{re.escape(name)}: ", code, re.M)
+    ]
     if not rows and not stages and not replaced:
         known = {w for code in facts.codes().values() for w in re.findall(r"^ {4}(?:# )?(\w+): ", code, re.M)}
         known |= {w for change in facts.changes() for w in re.findall(r"^[+-] {4}(\w+): ", change.diff, re.M)}
         raise OptionError(f"node: no graph has a node {name!r}{nearest(name, known)}")
-    head = "no pass changed it" if not rows else f"{len({row[0] for row in rows})} passes changed it"
+    head = "no pass changed it" if not rows else f"{_passes(rows)} changed it"
     lines = (f"{head}; it is in the graphs {', '.join(stages) or 'of the passes below alone'}", *replaced)
     return Answer(lines, ("pass", "graph", "what", "line"), rows)
+
+
+def _passes(rows: Iterable[tuple[str, ...]]) -> str:
+    count = len({row[0] for row in rows})
+    return "1 pass" if count == 1 else f"{count} passes"
 
 
 def _changes_of(change: Change, name: str) -> Iterable[tuple[str, ...]]:
@@ -81,7 +88,9 @@ def approximated(facts: Facts, _: str) -> Answer:
     ran = [r for r in values["runs"] if r["report"]["rewrites"]]
     close = _counted(r for r in ran if r.get("exact") is False)
     exact = _counted(r for r in ran if r.get("exact"))
-    rows = [(name, str(n), "close", "equal within the rounding of the operators, not bitwise") for name, n in close.items()]
+    rows = [
+        (name, str(n), "close", "equal within the rounding of the operators, not bitwise") for name, n in close.items()
+    ]
     rows += [(name, str(n), "exact", "bitwise equal outputs and gradients") for name, n in exact.items()]
     casts = values.get("casts") or []
     for c in (c for c in casts if c["more"] > 0):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import pathlib
 import re
 from typing import Any, Mapping, Sequence
@@ -11,18 +10,24 @@ from typing import Any, Mapping, Sequence
 from mindspeed_fx.errors import OptionError
 from mindspeed_fx.report.answers.base import Change, Facts
 from mindspeed_fx.report.diffs import diff_text, is_changed
-from mindspeed_fx.report.dump import metadata, order_of_graph
+from mindspeed_fx.report.metadata import metadata, order_of_graph, read_metadata
 from mindspeed_fx.report.records import GraphRecord
 
 DIFF = re.compile(r"(\d+)\.([a-z]+)\.(.+)\.diff")
 CODE = re.compile(r"\d+\.graph\.(\w+)\.py")
 
 
-def of_records(graphs: Sequence[GraphRecord], memory: int | None = None) -> list[Facts]:
-    """Of every graph that this process compiled."""
-    values = [metadata(graph) for graph in graphs]
+def of_records(
+    graphs: Sequence[GraphRecord], memory: int | None = None, known: Sequence[Mapping[str, Any]] | None = None
+) -> list[Facts]:
+    """Of every graph that this process compiled.
+
+    Args:
+        known: metadata of the graphs, where it was made already.
+    """
+    values = known or [metadata(graph) for graph in graphs]
     return [
-        Facts(v, functools.partial(_changes, graph), functools.partial(_codes, graph), lambda: values, memory)
+        Facts(v, functools.partial(_changes, graph), functools.partial(_codes, graph), lambda: list(values), memory)
         for v, graph in zip(values, graphs)
     ]
 
@@ -35,7 +40,7 @@ def of_dump(directory: str, memory: int | None = None) -> list[Facts]:
     """
     root = pathlib.Path(directory)
     folders = sorted(root.glob("rank*/graph*"), key=order_of_graph)
-    known = [(folder, values) for folder in folders if (values := _read(folder)) is not None]
+    known = [(folder, values) for folder in folders if (values := read_metadata(folder)) is not None]
     if not known:
         raise OptionError(
             f'{directory} is no dump: there is no rank*/graph*/metadata.json in it; options={{"dump": DIR}} and '
@@ -64,14 +69,6 @@ def _codes(record: GraphRecord) -> Mapping[str, str]:
         if run.before is not None:
             first.setdefault(f"{run.stage}, before the passes", run.before)
     return {**first, **record.stages}
-
-
-def _read(folder: pathlib.Path) -> dict[str, Any] | None:
-    try:
-        values = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return values if "effective" in values and "runs" in values else None
 
 
 def _saved_changes(folder: pathlib.Path) -> list[Change]:

@@ -75,7 +75,9 @@ def step1(facts: Facts, _: str) -> Answer:
     longest = order[0]
     lines = [f"{seconds[longest] / whole:.0%} of {whole:.2f} s is {words[longest]}", *_advice(facts, longest)]
     slow = sorted(facts.values["runs"], key=lambda r: -r["seconds"])[:3]
-    names = ", ".join(f"{r['report']['name']} ({r['stage']}) {r['seconds']:.2f} s" for r in slow if r["seconds"] > 0.005)
+    names = ", ".join(
+        f"{r['report']['name']} ({r['stage']}) {r['seconds']:.2f} s" for r in slow if r["seconds"] > 0.005
+    )
     lines += [f"slowest passes: {names}"] if names else []
     if "first step" not in facts.values["seconds"]:
         lines.append("the step itself was not timed: explain does that")
@@ -104,4 +106,3 @@ def _advice(facts: Facts, longest: str) -> list[str]:
     if longest == "passes":
         lines.append('level 1 runs fewer passes; "disable" leaves out single ones')
     return lines
-
