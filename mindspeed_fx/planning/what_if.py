@@ -2,11 +2,12 @@
 and nothing is computed.
 
 Parameters, buffers and inputs are replaced by fake ones of the same device, so that a batch that would not fit is
-modelled too. What is no module keeps the tensors that it closes over, and runs on them.
+modelled too. What is no module keeps the tensors that it closes over, and runs on them; so does a parallelized model.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any, Callable, Mapping, Sequence
 
@@ -50,19 +51,23 @@ def model_step(
     target = device_of([t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)])
     own = {"target": target, **(options or {}), **QUIET}
     backend = lambda gm, inputs: mindspeed(gm, inputs, options=own)  # noqa: E731
-    mode = fake.new_mode()
     shape = functools.partial(_with_batch, before=batch_of(args, kwargs), after=batch)
-    fake_args, fake_kwargs = pytree.tree_map_only(
-        torch.Tensor, lambda t: fake.tensor_like(mode, t, shape(t)), (args, kwargs)
-    )
-    twin = fake.copy_module(mode, model) if isinstance(model, torch.nn.Module) else model
+    mode: Any = contextlib.nullcontext()
+    if is_parallelized(model):
+        resized = lambda t: _repeated(t, shape(t))  # noqa: E731
+    else:
+        mode = fake.new_mode()
+        resized = lambda t: fake.tensor_like(mode, t, shape(t))  # noqa: E731
+    twin_args, twin_kwargs = pytree.tree_map_only(torch.Tensor, resized, (args, kwargs))
+    is_copied = isinstance(model, torch.nn.Module) and not is_parallelized(model)
+    twin = fake.copy_module(mode, model) if is_copied else model
 
     def call(*arguments: Any, **named: Any) -> Any:
         return twin(*arguments, **named)
 
     compiled = torch_compile.compile_with_backend(dynamo.fresh_callable(call), backend=backend)
     with dynamo.recompiling(), recorder.modelling() as graphs, torch.random.fork_rng(), mode:
-        step(compiled, fake_args, fake_kwargs)
+        step(compiled, twin_args, twin_kwargs)
     return list(graphs)
 
 
@@ -90,6 +95,7 @@ def what_if(
     if graphs is None:
         graphs = model_step(model, args, kwargs, step, options)
     result = WhatIf(_variant("base", str(batch), graphs), batch=batch)
+    result.note = "the model is parallelized: every form ran one step on all ranks" if is_parallelized(model) else ""
     level = Options.parse(options).level
     if not forms:
         families = active_families(_counts(graphs))
@@ -133,6 +139,21 @@ def batch_of(args: tuple, kwargs: Mapping[str, Any]) -> int:
     """First dimension of the first input that has one; 0 where none has."""
     tensors = (t for t in pytree.tree_leaves((args, dict(kwargs))) if isinstance(t, torch.Tensor))
     return next((int(t.shape[0]) for t in tensors if t.dim()), 0)
+
+
+def is_parallelized(model: Any) -> bool:
+    """Whether parameters are parts by a plan; such a model runs as it is, for its parts belong to its processes."""
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(model, torch.nn.Module) and any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def _repeated(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """``tensor`` with its rows again and again, up to another batch."""
+    if shape == tuple(tensor.shape):
+        return tensor
+    rows = torch.arange(shape[0], device=tensor.device) % tensor.shape[0]
+    return tensor.detach()[rows].requires_grad_(tensor.requires_grad)
 
 
 def _with_batch(tensor: torch.Tensor, before: int, after: int | None) -> tuple[int, ...]:

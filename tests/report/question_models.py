@@ -48,8 +48,8 @@ def one_of_four(rank: int):
 
 
 def report_of_rank(rank: int, layers: int = 2, **arguments):
-    """The report of one rank of a Llama by a plan, modelled for Ascend 910B2; without the search for chunks, which takes
-    a minute."""
+    """The report of one rank of a Llama by a plan, modelled for Ascend 910B2; without the search for chunks, which
+    takes a minute."""
     from torch.distributed.device_mesh import init_device_mesh
 
     torch._dynamo.reset()

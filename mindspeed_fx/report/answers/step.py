@@ -42,14 +42,14 @@ def exposed(facts: Facts, _: str) -> Answer:
         f"step of {ms(step['seconds'])}; modelled",
     ]
     lines += [f"longest: {bare[0]['name']} of {bare[0]['module'] or 'the model'}"] if bare else []
-    head = ("exposed", "takes", "collective", "graph", "link", "size", "module", "why")
+    head = ("exposed", "takes", "sends", "collective", "where", "why")
     return Answer(tuple(lines), head, [_sent(s) for s in rows])
 
 
 def _sent(s: Mapping[str, Any]) -> tuple[str, ...]:
-    short = s["module"] if len(s["module"]) < 24 else f"...{s['module'][-21:]}"
+    where = f"{s['graph']} {s['module']} ({s['link']})" if s["module"] else f"{s['graph']} ({s['link']})"
     why = s["reason"].partition("exposed: ")[2] or ("hidden under compute" if not s["exposed"] else "")
-    return ms(s["exposed"]), ms(s["seconds"]), s["name"], s["graph"], s["link"], mib(s["bytes"]), short, why
+    return ms(s["exposed"]), ms(s["seconds"]), mib(s["bytes"]), s["name"], where, why
 
 
 PARTS = (
