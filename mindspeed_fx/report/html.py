@@ -7,14 +7,15 @@ compressed values that its script draws when they are asked for; d3 and dagre ar
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any, Iterable, Mapping, Sequence
 
 from mindspeed_fx.report import measured, modelled
-from mindspeed_fx.report.answers.base import Answer
+from mindspeed_fx.report.answers.base import Answer, Facts, mib
 from mindspeed_fx.report.diffs import is_changed, lowered_counts
 from mindspeed_fx.report.measured import FAMILY_HEAD, KERNEL_HEAD, Measured
-from mindspeed_fx.report.page_data import differences_of_ranks, packed, page_data
+from mindspeed_fx.report.page_data import packed, page_data
 from mindspeed_fx.report.records import GraphRecord
 
 
@@ -69,6 +70,8 @@ def index_page(graphs: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
             "rewrites": sum(values["counts"].values()),
             "skipped": sum(len(run["report"]["skipped"]) for run in values["runs"]),
             **{s: _microseconds(values["modelled"], s) for s in ("forward", "backward")},
+            "peak": mib(values["memory"]["peak"]) if values.get("memory") else "",
+            "sent": len((values.get("step") or {}).get("collectives", ())),
         }
         for path, values in graphs
     ]
@@ -77,16 +80,70 @@ def index_page(graphs: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         "index.html",
         title="mindspeed_fx dump",
         graphs=rows,
-        ranks=len({v["rank"] for v in values}),
-        differences=differences_of_ranks(values),
+        **_ranks(values),
     )
 
 
-def page(title: str, body: str) -> str:
-    """A whole page around ``body``, which is HTML."""
-    from markupsafe import Markup
+def _ranks(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the index says of ranks: what differs, rank by rank, and in what each differs from most others."""
+    from mindspeed_fx.report.answers import ranks
 
-    return _render("page.html", title=title, body=Markup(body))
+    numbers = sorted({v["rank"] for v in values})
+    table = ranks.properties(values) if len(numbers) > 1 else []
+    different = [row for row in table if len(set(row.of.values())) > 1]
+    facts = Facts({}, ranks=lambda: list(values))
+    return {
+        "ranks": numbers,
+        "compared": len(table),
+        "different": [
+            (row.graph, row.what, [(row.of[n], row.of[n] != row.most) for n in numbers]) for row in different
+        ],
+        "equal": [(row.graph, row.what, row.most) for row in table if len(set(row.of.values())) == 1],
+        "of_rank": [(n, ranks.rank(facts, str(n))) for n in numbers] if table else [],
+    }
+
+
+@dataclass
+class Section:
+    """One view of a page that needs no script of its own."""
+
+    name: str
+    """A word; what its button says."""
+    title: str
+    parts: list[tuple[str, Any]] = field(default_factory=list)
+    """("text" or "head", words), ("table", (head, rows)), ("picture", SVG) or ("code", (words, text))."""
+
+    def text(self, words: str) -> "Section":
+        return self._add("text", words)
+
+    def head(self, words: str) -> "Section":
+        return self._add("head", words)
+
+    def table(self, head: Iterable[str], rows: Iterable[Iterable[Any]]) -> "Section":
+        return self._add("table", (list(head), [list(row) for row in rows]))
+
+    def picture(self, svg: str) -> "Section":
+        return self._add("picture", svg)
+
+    def code(self, words: str, text: str) -> "Section":
+        return self._add("code", (words, text))
+
+    def _add(self, kind: str, content: Any) -> "Section":
+        self.parts.append((kind, content))
+        return self
+
+
+def sections_page(
+    title: str, lead: Sequence[str], facts: Sequence[tuple[str, Any]], sections: Sequence[Section]
+) -> str:
+    """A page of the same parts as a graph's: facts, and a view for each section.
+
+    Args:
+        lead: sentences under the title.
+        facts: (words, value).
+    """
+    names = [section.name for section in sections]
+    return _render("sections.html", title=title, lead=lead, facts_of=facts, sections=sections, names=names)
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:

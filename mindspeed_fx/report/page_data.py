@@ -6,7 +6,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-from typing import Any, Iterable
+from typing import Any
 
 from mindspeed_fx.report import lanes, modelled
 from mindspeed_fx.report.diffs import diff_text, is_changed
@@ -119,25 +119,3 @@ def _pass(run: Any, names: Names) -> dict[str, Any]:
         "skips": [[names(s.reason), names(s.module), names(s.source)] for s in run.report.skipped],
         "diff": diff_text(run) if is_changed(run) else "",
     }
-
-
-def differences_of_ranks(rows: Iterable[dict[str, Any]]) -> dict[int, list[str]]:
-    """Graph -> passes whose rewrites are not as many on every rank.
-
-    Args:
-        rows: of every dumped graph ``rank``, ``index`` and ``counts``.
-    """
-    counts: dict[int, dict[str, dict[int, int]]] = {}
-    ranks: dict[int, set[int]] = {}
-    for row in rows:
-        ranks.setdefault(row["index"], set()).add(row["rank"])
-        for name, count in row["counts"].items():
-            counts.setdefault(row["index"], {}).setdefault(name, {})[row["rank"]] = count
-    results: dict[int, list[str]] = {}
-    for index, passes in counts.items():
-        for name, by_rank in passes.items():
-            numbers = {rank: by_rank.get(rank, 0) for rank in sorted(ranks[index])}
-            if len(set(numbers.values())) > 1:
-                words = ", ".join(f"rank {rank}: {number}" for rank, number in numbers.items())
-                results.setdefault(index, []).append(f"{name} ({words})")
-    return results

@@ -30,8 +30,8 @@ HEAD = """# Ten questions
 
 `mindspeed-fx ask SCRIPT.py:FUNCTION QUESTION [ABOUT]` traces and models the step for the answer, without generating
 code (but for `step1`, which compiles). `mindspeed-fx ask DIR QUESTION [ABOUT]` answers from a dump, which knows other
-forms of the step if `mindspeed-fx explain SCRIPT.py:FUNCTION --save DIR --what-if` wrote it. `report.ask("peak")` is the
-same of a report in Python. On the page (`report.html`) each is one click in the view "questions"; what the ranks do
+forms of the step if `mindspeed-fx explain SCRIPT.py:FUNCTION --save DIR --what-if` wrote it; `report.ask("peak")` is
+the same of a report in Python. On the page (`report.html`) each is one click in the view "questions"; what the ranks do
 differently is on the dump's `index.html`, one click further. The three give one answer (tests/report/test_answers.py).
 
 | ask | question |

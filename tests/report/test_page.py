@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from mindspeed_fx.report.html import index_page, table
-from mindspeed_fx.report.page_data import differences_of_ranks
 from tests.models import Llama, explain, tokens
 
 
@@ -68,24 +67,31 @@ def test_text_of_a_model_is_escaped():
     assert "&lt;b&gt;&amp;" in drawn and "<b>&" not in drawn
 
 
-def test_ranks_that_differ_are_named():
-    def rank(number, count):
-        report = {"report": {"skipped": []}}
-        return {
-            "rank": number,
-            "index": 0,
-            "counts": {"a": count, "b": 1},
-            "runs": [report],
-            "effective": {},
-            "modelled": [],
-        }
+def rank(number, count):
+    """Metadata of the first graph of a rank."""
+    return {
+        "rank": number,
+        "index": 0,
+        "counts": {"a": count, "b": 1},
+        "runs": [],
+        "effective": {},
+        "modelled": [],
+        "lowered": [],
+        "memory": None,
+        "step": None,
+    }
 
-    assert differences_of_ranks([rank(0, 2), rank(1, 2)]) == {}
-    assert differences_of_ranks([rank(0, 2), rank(1, 0)]) == {0: ["a (rank 0: 2, rank 1: 0)"]}
-    page = index_page([("rank0/graph0", rank(0, 2)), ("rank1/graph0", rank(1, 0))])
-    assert "a (rank 0: 2, rank 1: 0)" in page and 'href="rank1/graph0/report.html"' in page
+
+def test_ranks_that_differ_are_named():
+    rows = [rank(0, 2), rank(1, 2), rank(2, 0)]
+    page = index_page([(f"rank{n}/graph0", row) for n, row in enumerate(rows)])
+    assert '<td>rewrites of a</td><td>2</td><td>2</td><td class="different">≠ 0</td>' in page
+    assert 'href="rank2/graph0/report.html"' in page and "rank 2 differs in 1 thing of" in page
+    assert "nothing: rank 0 does what most of the other 2 do" in page
+    assert "<code>rewrites of b</code>" in page.partition("things are alike on all ranks")[2]
     same = index_page([("rank0/graph0", rank(0, 2)), ("rank1/graph0", rank(1, 2))])
-    assert "Every pass rewrote as many places on all 2 ranks" in same
+    assert "Nothing: all 2 ranks agree in" in same and "≠" not in same
+    assert "One rank wrote this dump" in index_page([("rank0/graph0", rank(0, 2))])
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +115,9 @@ def browser():
     driver.quit()
 
 
+VIEWS = ["questions", "model", "timeline", "roofline", "memory", "graph", "passes", "numbers"]
+
+
 def opened(browser, folder, width):
     browser.set_window_size(width, 900)
     browser.get(f"file://{folder}/report.html")
@@ -122,7 +131,7 @@ def opened(browser, folder, width):
 def test_every_view_draws_without_errors_and_fits(browser, folder, width):
     opened(browser, folder, width)
     views = browser.execute_script("return [...document.querySelectorAll('#views button')].map(b => b.dataset.view)")
-    assert views == ["model", "roofline", "memory", "graph", "passes", "numbers"]
+    assert views == VIEWS
     for view in views:
         drawn = browser.execute_script(
             f"""document.querySelector('#views button[data-view={view}]').click();
@@ -136,7 +145,8 @@ def test_every_view_draws_without_errors_and_fits(browser, folder, width):
 def test_the_tree_sums_what_the_kernels_have(browser, folder):
     opened(browser, folder, 1400)
     rows = browser.execute_script(
-        "return [...document.querySelectorAll('#tree tbody tr')].map(r => [...r.cells].map(c => c.textContent))"
+        """document.querySelector('#views button[data-view=model]').click(); return new Promise((done) => setTimeout(() =>
+        done([...document.querySelectorAll('#tree tbody tr')].map(r => [...r.cells].map(c => c.textContent))), 100))"""
     )
     values = values_of((folder / "report.html").read_text())
     for column, stage in ((1, "captured"), (2, "forward"), (3, "backward")):

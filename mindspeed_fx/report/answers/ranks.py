@@ -45,6 +45,11 @@ class Property:
     def __init__(self, graph: str, what: str, of: Mapping[int, str]):
         self.graph, self.what, self.of = graph, what, of
 
+    @property
+    def most(self) -> str:
+        """The text that most ranks have."""
+        return Counter(self.of.values()).most_common(1)[0][0]
+
 
 def properties(rows: Iterable[Mapping[str, Any]]) -> list[Property]:
     """Everything that is compared, in the order of the graphs.

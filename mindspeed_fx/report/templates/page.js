@@ -110,22 +110,9 @@ unpacked().then((data) => {
   const views = { ...still("questions"), model: [model, data.roofs], timeline: [(d) => drawTimeline(d, byId("timeline")), Object.keys(data.timeline.graphs).length || data.timeline.measured.length],
     roofline: [roofline, data.roofs], memory: [(d) => drawMemory(d, byId("memory")), data.memory], ...still("plan"), graph: [graph, graphTexts(data).length],
     ...still("passes"), ...still("measured"), ...still("numbers") };
-  const bar = byId("views"), drawn = new Set();
-  const show = (name) => {
-    for (const view of Object.keys(views)) byId(`view-${view}`).hidden = view !== name;
-    for (const button of bar.children) button.setAttribute("aria-selected", button.dataset.view === name);
-    if (!drawn.has(name)) { drawn.add(name); views[name][0](data); }
-  };
-  for (const [name, [, there]] of Object.entries(views)) {
-    if (!there) continue;
-    const button = document.createElement("button");
-    button.type = "button"; button.role = "tab"; button.dataset.view = name; button.textContent = name === "timeline" ? "time line" : name;
-    button.onclick = () => show(name);
-    bar.append(button);
-  }
-  bar.hidden = false;
   passes(data);
+  for (const view of Object.keys(views)) { const draw = views[view][0]; views[view][0] = () => draw(data); }
+  const show = showViews(byId("views"), views, { timeline: "time line" });
   questions(data, (view) => show(views[view]?.[1] ? view : "numbers"));
-  show(bar.firstElementChild.dataset.view);
   document.documentElement.dataset.ready = "yes";
 });
