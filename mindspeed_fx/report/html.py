@@ -92,12 +92,11 @@ def _ranks(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     table = ranks.properties(values) if len(numbers) > 1 else []
     different = [row for row in table if len(set(row.of.values())) > 1]
     facts = Facts({}, ranks=lambda: list(values))
+    marked = lambda row: [(row.of[n], row.of[n] != row.most) for n in numbers]  # noqa: E731
     return {
         "ranks": numbers,
         "compared": len(table),
-        "different": [
-            (row.graph, row.what, [(row.of[n], row.of[n] != row.most) for n in numbers]) for row in different
-        ],
+        "different": [(row.graph, row.what, marked(row)) for row in different],
         "equal": [(row.graph, row.what, row.most) for row in table if len(set(row.of.values())) == 1],
         "of_rank": [(n, ranks.rank(facts, str(n))) for n in numbers] if table else [],
     }

@@ -51,7 +51,12 @@ def test_a_page_is_self_contained_and_has_the_values_of_its_views(folder):
     page = (folder / "report.html").read_text()
     parser = Balanced()
     parser.feed(page)
-    assert parser.open == [] and parser.links == [] and 'name="viewport"' in page and "fusion.swiglu" in page
+    assert (
+        parser.open == []
+        and parser.links == ["../../index.html#ranks"]
+        and 'name="viewport"' in page
+        and "fusion.swiglu" in page
+    )
     values = values_of(page)
     names = values["names"]
     kernels = [(names[op], names[module]) for _, op, module, *_ in values["kernels"]["forward"]]
@@ -145,8 +150,9 @@ def test_every_view_draws_without_errors_and_fits(browser, folder, width):
 def test_the_tree_sums_what_the_kernels_have(browser, folder):
     opened(browser, folder, 1400)
     rows = browser.execute_script(
-        """document.querySelector('#views button[data-view=model]').click(); return new Promise((done) => setTimeout(() =>
-        done([...document.querySelectorAll('#tree tbody tr')].map(r => [...r.cells].map(c => c.textContent))), 100))"""
+        """document.querySelector('#views button[data-view=model]').click();
+        return new Promise((done) => setTimeout(() => done([...document.querySelectorAll('#tree tbody tr')]
+        .map(r => [...r.cells].map(c => c.textContent))), 100))"""
     )
     values = values_of((folder / "report.html").read_text())
     for column, stage in ((1, "captured"), (2, "forward"), (3, "backward")):
