@@ -16,7 +16,7 @@ def metadata(record: GraphRecord) -> dict[str, Any]:
     """Everything but the code, ready for JSON."""
     hidden = {name: {} for name in ("calls", "stages", "estimates", "lanes", "kernels")}
     values = dataclasses.asdict(dataclasses.replace(record, **hidden))
-    for name in (*hidden, "logged", "input_bytes"):
+    for name in (*hidden, "logged", "logged_graphs", "traced", "input_bytes"):
         del values[name]
     if values["measured"] is not None:
         del values["measured"]["timeline"]

@@ -17,11 +17,14 @@ from typing import Any, Iterator, Sequence
 import torch
 
 from mindspeed_fx._version import __version__
-from mindspeed_fx.compat import dynamo, inductor
+from mindspeed_fx.compat import dynamo, inductor, structured_trace
 from mindspeed_fx.compat.fake import hint as size_hint
+from mindspeed_fx.report.diffs import diff_text, is_changed
 from mindspeed_fx.report.records import GraphRecord
 
 log = logging.getLogger("mindspeed_fx")
+CODE, DIFFS = "mindspeed_fx.report.code", "mindspeed_fx.report.diffs"
+"""Loggers of artifacts: the modules that write them, since TORCH_LOGS knows the names of modules."""
 _lock = threading.Lock()
 _collectors: list[list[GraphRecord]] = []
 _graphs = 0
@@ -60,6 +63,7 @@ def discard(record: GraphRecord) -> None:
 
 def finish(record: GraphRecord) -> None:
     """Write what was asked for; may be called more than once for one record."""
+    _log_code(record)
     _log_runs(record)
     if record.options.get("dump"):
         from mindspeed_fx.report import dump
@@ -89,9 +93,27 @@ def _log_runs(record: GraphRecord) -> None:
             log.debug("%s: left alone at %s: %s", run.report.name, skip.source or skip.module, skip.reason)
 
 
+def _log_code(record: GraphRecord) -> None:
+    """Artifacts by their names: TORCH_LOGS="mindspeed_fx.report.code" shows every graph as code, and
+    "mindspeed_fx.report.diffs" what each pass changed. The name alone turns one on: it is too long for "mindspeed_fx".
+    """
+    names = structured_trace.named_in_torch_logs()
+    if DIFFS in names:
+        for run in record.runs[record.logged :]:
+            if is_changed(run):
+                head = f"graph {record.index}, {run.stage}, {run.report.name}"
+                logging.getLogger(DIFFS).info("%s\n%s", head, diff_text(run))
+    if CODE in names:
+        stages = list(record.stages.items())
+        for stage, text in stages[record.logged_graphs :]:
+            logging.getLogger(CODE).info("graph %d, %s\n%s", record.index, stage, text)
+        record.logged_graphs = len(stages)
+
+
 def wants_text(options: dict[str, Any]) -> bool:
     """True when the code before and after each pass must be kept."""
-    return bool(options.get("dump")) or collecting_active() or _tracing()
+    logged = {CODE, DIFFS} & structured_trace.named_in_torch_logs()
+    return bool(options.get("dump")) or collecting_active() or bool(logged) or _tracing()
 
 
 def collecting_active() -> bool:
@@ -161,6 +183,4 @@ def is_modelling() -> bool:
 
 
 def _tracing() -> bool:
-    from mindspeed_fx.compat import structured_trace
-
     return structured_trace.structured_tracing()

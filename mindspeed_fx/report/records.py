@@ -126,6 +126,10 @@ class GraphRecord:
 
     logged: int = 0
     """Runs that the log has told of."""
+    traced: dict[str, int] = field(default_factory=dict)
+    """Artifacts of torch's structured trace that were written -> hash of their text."""
+    logged_graphs: int = 0
+    """Entries of ``stages`` that the log has shown."""
 
     @property
     def counts(self) -> dict[str, int]:

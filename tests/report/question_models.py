@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from typing import Sequence
 
 import torch
@@ -63,9 +65,19 @@ def report_of_rank(rank: int, layers: int = 2, **arguments):
         return mindspeed_fx.explain(model, ids, ids, options=options, **arguments)
 
 
-def save_ranks(directory: str, layers: int = 1, forms: Sequence[str] = ()) -> None:
-    """The dump of four ranks; the first also knows other forms of the step."""
-    for rank in range(RANKS):
-        report = report_of_rank(rank, layers, what_if=list(forms) if forms and not rank else False)
-        with one_of_four(rank):
-            report.save(directory)
+def save_ranks(directory: str, layers: int = 1, forms: Sequence[str] = (), ranks: Sequence[int] = range(RANKS)) -> None:
+    """The dump of four ranks, each in a process of its own; the first also knows other forms of the step."""
+    for rank in ranks:
+        arguments = [directory, str(rank), str(layers), *(forms if not rank else ())]
+        subprocess.run([sys.executable, "-m", __spec__.name, *arguments], check=True)
+
+
+def save_rank(directory: str, rank: int, layers: int, forms: Sequence[str]) -> None:
+    """The dump of one rank."""
+    report = report_of_rank(rank, layers, what_if=list(forms) or False)
+    with one_of_four(rank):
+        report.save(directory)
+
+
+if __name__ == "__main__":
+    save_rank(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

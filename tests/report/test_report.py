@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -105,17 +106,56 @@ def test_an_unwritable_directory_is_a_clear_error(tmp_path):
         )
 
 
-def test_structured_trace_has_our_artifacts(tmp_path):
-    code = (
-        "import torch; torch.compile(torch.nn.RMSNorm(8), backend='mindspeed', options={'codegen': "
-        "'eager'})(torch.randn(2, 8)).sum().backward()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "TORCH_TRACE": str(tmp_path)}, capture_output=True, text=True
-    )
+TRACED = """
+import torch
+model = torch.nn.Sequential(torch.nn.RMSNorm(8), torch.nn.Linear(8, 8))
+torch.compile(model, backend="mindspeed", options={"codegen": "eager"})(torch.randn(2, 8)).sum().backward()
+"""
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    """A log of TORCH_TRACE, and what TORCH_LOGS printed of the same run."""
+    folder = tmp_path_factory.mktemp("trace")
+    names = "mindspeed_fx.report.code,mindspeed_fx.report.diffs"
+    environment = {**os.environ, "TORCH_TRACE": str(folder), "TORCH_LOGS": names}
+    done = subprocess.run([sys.executable, "-c", TRACED], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    log = next(tmp_path.glob("*.log")).read_text()
-    assert "mindspeed_fx_index" in log and "captured_fusion.rms_norm" in log and "mindspeed.rms_norm(" in log
+    return next(folder.glob("*.log")), done.stderr
+
+
+def test_structured_trace_has_our_artifacts_under_their_compilation(trace):
+    lines = trace[0].read_text().splitlines()
+    names = {}
+    for line in lines:
+        head = line.partition("] ")[2]
+        if '"artifact": {"name": "mindspeed_fx' in head:
+            values = json.loads(head)
+            names.setdefault(f"{values['frame_id']}/{values['frame_compile_id']}", []).append(
+                values["artifact"]["name"]
+            )
+    (ours,) = names.values()
+    fused = next(n for n in ours if n.endswith("captured_fusion.rms_norm"))
+    assert list(names) == ["0/0"] and {f"{fused}.diff", "mindspeed_fx_index"} < set(ours)
+    assert {f"mindspeed_fx_graph_{stage}" for stage in ("dynamo", "forward", "backward")} < set(ours)
+    assert ours.count(fused) == 1 and "mindspeed.rms_norm(" in trace[0].read_text()
+
+
+def test_tlparse_lists_our_artifacts(trace, tmp_path):
+    program = shutil.which("tlparse") or os.path.join(os.path.dirname(sys.executable), "tlparse")
+    if not os.path.exists(program):
+        pytest.skip("tlparse is not installed (extra browser)")
+    out = tmp_path / "out"
+    subprocess.run([program, "--no-browser", "-o", str(out), str(trace[0])], check=True, capture_output=True)
+    index = (out / "index.html").read_text()
+    for name in ("mindspeed_fx_index", "captured_fusion.rms_norm", "mindspeed_fx_graph_forward"):
+        assert re.search(rf'href="-_0_0_0/[^"]*{re.escape(name)}', index), name
+
+
+def test_graphs_and_differences_are_logged_by_their_names(trace):
+    assert "graph 0, captured, fusion.rms_norm" in trace[1] and "mindspeed.rms_norm(" in trace[1]
+    assert all(f"graph 0, {stage}" in trace[1] for stage in ("dynamo", "forward", "backward"))
+    assert "effective options" not in trace[1]
 
 
 @pytest.fixture
