@@ -14,6 +14,7 @@ from mindspeed_fx.errors import OptionError
 from mindspeed_fx.planning.user_script import build_model, failures, split_source
 from mindspeed_fx.report.answers.ask import QUESTIONS, answer_text, ask, find_question, list_text
 from mindspeed_fx.report.answers.base import Facts
+from mindspeed_fx.report.terminal import show
 
 FORMS = {"level": "level", "bought": "without", "batch": "batch"}
 """Questions about the step in another form, and which."""
@@ -70,7 +71,7 @@ def _ask(arg: argparse.Namespace) -> int:
         answers = [ask(facts, arg.question, arg.about) for facts in graphs]
         print(json.dumps([dataclasses.asdict(a) for a in answers], indent=1))
     else:
-        print(answer_text(graphs, arg.question, arg.about))
+        show(answer_text(graphs, arg.question, arg.about))
     return 0
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from mindspeed_fx import arguments
-from mindspeed_fx.report import recorder, summary
+from mindspeed_fx.report import recorder, summary, terminal
 from mindspeed_fx.report.measured import Measured
 from mindspeed_fx.report.modelled import Modelled
 from mindspeed_fx.report.records import GraphRecord, Site, Skip
@@ -122,6 +122,15 @@ class Report:
 
     def __str__(self) -> str:
         return summary.text(self)
+
+    def __rich__(self) -> Any:
+        """For ``rich.print``: with colours."""
+        return terminal.highlighted(str(self))
+
+    @property
+    def idle(self) -> dict[str, list[str]]:
+        """Passes that had nothing to do, each with the reasons that it gave."""
+        return summary.idle_passes(self)
 
     def _repr_html_(self) -> str:
         """For notebooks."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from mindspeed_fx.arguments import check_call
 from mindspeed_fx.planning.user_script import build_model, failures, split_source
+from mindspeed_fx.report.terminal import show
 
 
 def add_explain(commands: Any) -> None:
@@ -79,7 +80,10 @@ def _explain(arg: argparse.Namespace) -> int:
         if function
         else _explain_script(path, arg.args, options)
     )
-    print(report.to_json() if arg.json else report)
+    if arg.json:
+        print(report.to_json())
+    else:
+        show(str(report))
     for n, points in enumerate(report.pareto if arg.memory_curve and not arg.json else ()):
         print(
             f"graph {n}: time against peak, modelled\n{pareto(points)}"

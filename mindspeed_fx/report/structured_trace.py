@@ -8,8 +8,8 @@ from mindspeed_fx.report.records import GraphRecord
 
 
 def emit(record: GraphRecord) -> None:
-    """An artifact for each pass that changed the graph (its code, and the difference), for each graph that runs, and the
-    index; what was written already is not repeated."""
+    """An artifact for each pass that changed the graph (its code, and the difference), for each graph that runs, and
+    the index; what was written already is not repeated."""
     from mindspeed_fx.report.diffs import diff_text, is_changed
     from mindspeed_fx.report.dump import index_text
 

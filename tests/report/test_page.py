@@ -13,7 +13,8 @@ import time
 import pytest
 import torch
 
-from mindspeed_fx.report.html import index_page, table
+from mindspeed_fx.report.answers.ask import QUESTIONS
+from mindspeed_fx.report.html import Section, index_page, sections_page, table
 from tests.models import Llama, explain, tokens
 
 
@@ -214,3 +215,102 @@ def test_passes_are_found_and_show_their_difference(browser, folder):
     time.sleep(0.2)
     added = browser.execute_script("return document.querySelectorAll('details.pass:not([hidden]) .row.add').length")
     assert shown and all("fusion.rope " not in text for text in shown) and added >= 2
+
+
+def clicked(browser, selector):
+    """Click as a user does: scrolled to, and only if it can be hit."""
+    element = browser.find_element("css selector", selector)
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", element)
+    element.click()
+
+
+@pytest.mark.parametrize("width", [1400, 400])
+def test_every_question_is_answered_in_two_clicks(browser, folder, width):
+    opened(browser, folder, width)
+    shown = "return document.querySelector('details.answer[data-question={}] > div').innerText"
+    for question in QUESTIONS:
+        clicked(browser, f"details.answer[data-question={question.name}] summary")
+        text = browser.execute_script(shown.format(question.name))
+        assert len(text) > 20 or question.name == "node", (question.name, text)
+    browser.execute_script("document.getElementById('find-node').scrollIntoView({block: 'center'})")
+    browser.find_element("id", "find-node").send_keys("swiglu_default")
+    assert "fusion.swiglu" in browser.execute_script(shown.format("node"))
+    fits = browser.execute_script("return document.documentElement.scrollWidth - innerWidth")
+    assert fits <= 0 and browser.get_log("browser") == []
+    clicked(browser, "details.answer[data-question=peak] [data-go=memory]")
+    assert browser.execute_script("return !document.getElementById('view-memory').hidden")
+    opened(browser, folder, width)
+    clicked(browser, "details.answer[data-question=rank] summary")
+    clicked(browser, "details.answer[data-question=rank] a")
+    assert browser.execute_script("return document.getElementById('ranks').innerText").startswith(
+        "What do the ranks do"
+    )
+
+
+@pytest.fixture(scope="module")
+def sent(tmp_path_factory):
+    """The folder of a graph with collectives, one of which is exposed."""
+    import torch.distributed as dist
+    from torch.distributed._functional_collectives import all_reduce
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def step(x, w):
+        y = all_reduce(x @ w, "sum", dist.group.WORLD)
+        z = (x @ w).relu()
+        return (y @ w + z).sum()
+
+    root = tmp_path_factory.mktemp("sent")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        torch._dynamo.reset()
+        inputs = torch.randn(256, 256), torch.randn(256, 256)
+        explain(step, *inputs, hardware="ascend910b2", disable=["overlap.decompose"]).save(str(root))
+    finally:
+        dist.destroy_process_group()
+    return root / "rank0" / "graph0"
+
+
+@pytest.mark.parametrize("width", [1400, 800, 400])
+def test_the_time_line_shows_what_is_exposed(browser, sent, width):
+    opened(browser, sent, width)
+    values = json.loads((sent / "metadata.json").read_text())["step"]
+    bare = [s for s in values["collectives"] if s["exposed"] > 0]
+    assert bare and values["exposed_seconds"] == pytest.approx(values["seconds"] - values["compute_seconds"])
+    clicked(browser, "#views button[data-view=timeline]")
+    text = browser.execute_script("return document.getElementById('view-timeline').innerText")
+    assert f"{len(bare)} of {len(values['collectives'])} collectives exposed" in text and bare[0]["name"] in text
+    assert f"{bare[0]['exposed'] * 1e6:.1f}" in text and "R all_reduce" in text and "! stands still" in text
+    drawn = "return [document.querySelectorAll('#lanes rect.block').length, document.querySelector('#lanes .tick').innerHTML]"
+    before = browser.execute_script(drawn)
+    browser.find_element("id", "lanes").send_keys("+" * 4)
+    assert before[0] >= 4 and browser.execute_script(drawn)[1] != before[1]
+    browser.find_element("id", "lanes").send_keys("n")
+    note = browser.execute_script("return document.querySelector('#timeline pre').textContent")
+    assert "EXPOSED" in note and bare[0]["name"] in note
+    clicked(browser, "#exposed button")
+    fits = browser.execute_script("return document.documentElement.scrollWidth - innerWidth")
+    assert fits <= 0 and browser.get_log("browser") == []
+
+
+@pytest.mark.parametrize("width", [1400, 800, 400])
+def test_the_index_of_ranks_fits_and_opens(browser, tmp_path, width):
+    rows = [(f"rank{n}/graph0", rank(n, 2 if n != 3 else 5)) for n in range(8)]
+    (tmp_path / "index.html").write_text(index_page(rows))
+    browser.set_window_size(width, 900)
+    browser.get(f"file://{tmp_path}/index.html")
+    clicked(browser, "details[data-rank='3'] summary")
+    text = browser.execute_script("return document.querySelector('details[data-rank=\"3\"]').innerText")
+    assert "rank 3 differs in 1 thing" in text and "rewrites of a" in text
+    fits = browser.execute_script("return document.documentElement.scrollWidth - innerWidth")
+    assert fits <= 0 and browser.get_log("browser") == []
+
+
+@pytest.mark.parametrize("width", [1400, 400])
+def test_pages_of_sections_show_one_at_a_time(browser, tmp_path, width):
+    sections = [Section("a", "First").text("one"), Section("b", "Second").table(["x"], [["two"]]).code("Code", "three")]
+    (tmp_path / "page.html").write_text(sections_page("A plan", ["Modelled."], [("ranks", 8)], sections))
+    browser.set_window_size(width, 900)
+    browser.get(f"file://{tmp_path}/page.html")
+    clicked(browser, "#views button[data-view=b]")
+    shown = browser.execute_script("return [...document.querySelectorAll('section')].map((s) => !s.hidden)")
+    assert shown == [False, True] and browser.get_log("browser") == []

@@ -1,5 +1,6 @@
 """Dumps, explain, HTML, tlparse artifacts and the command line show what happened, readably and truly."""
 
+import io
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ from torch import nn
 
 import mindspeed_fx
 from mindspeed_fx import cli
+from mindspeed_fx.report import terminal
 from mindspeed_fx.report.modelled import estimates
 from tests.models import LLAMA_COUNTS, Llama, explain, fusion_counts, tokens
 
@@ -239,14 +241,32 @@ def test_the_text_answers_first_and_fits_a_terminal(report):
         "fused: 2 of 2 attention, 5 of 5 norms, 4 of 4 rotations, 2 of 2 gates, 1 of 1 losses",
     ]
     assert re.match(r"forward, modelled: \d+ -> \d+ us, \d+ -> \d+ kernels, [\d.]+ -> [\d.]+ MB", lines[3])
-    idle = lines.index(next(line for line in lines if line.startswith("nothing to do: ")))
-    above = "\n".join(lines[:idle])
-    assert not [n for n, count in report.counts.items() if not count and not report.skipped(n) and n in above]
-    below = " ".join(" ".join(lines[idle:]).split())
-    assert "sharding.verify: the model is not parallelized" in below and "fusion.dropout_add" in below
+    assert re.match(r"step, modelled: [\d.]+ ms, peak [\d.]+ KiB$", lines[4])
+    (idle,) = [line for line in lines if line.startswith("nothing to do: ")]
+    assert idle == f"nothing to do: {len(report.idle)} passes; report.idle and the page say why"
+    assert not [name for name in report.idle if name in "\n".join(lines)]
+    assert "the model is not parallelized" in report.idle["sharding.verify"][0] and "fusion.dropout_add" in report.idle
     modelled = lines.index(next(line for line in lines if line.startswith("modelled for ")))
     assert max(map(len, lines[:modelled])) <= 100
     assert report.to_dict()["counts"] == report.counts and report._repr_html_().startswith("<pre>1 graph")
+
+
+def test_colours_repeat_the_words_and_are_for_terminals_alone(report, monkeypatch):
+    pytest.importorskip("rich")
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    plain, coloured = io.StringIO(), Terminal()
+    for stream in (plain, coloured):
+        terminal.show(str(report), stream)
+    assert plain.getvalue() == f"{report}\n" and "\x1b[" in coloured.getvalue()
+    assert re.sub(r"\x1b\[[\d;]*m", "", coloured.getvalue()).rstrip() == str(report).rstrip()
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not terminal.is_coloured(coloured)
 
 
 class ScoresReturned(nn.Module):
