@@ -18,7 +18,7 @@ MESH = {"cp": 2, "tp": 2}
 PLAN = "ring+tp"
 
 
-def hf_llama(layers: int = 4, hidden: int = 256, seq: int = 256):
+def hf_llama(layers: int = 3, hidden: int = 256, seq: int = 256):
     """A Llama of Hugging Face with its own attention written out, and a batch of two."""
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -280,7 +280,8 @@ def test_the_time_line_shows_what_is_exposed(browser, sent, width):
     text = browser.execute_script("return document.getElementById('view-timeline').innerText")
     assert f"{len(bare)} of {len(values['collectives'])} collectives exposed" in text and bare[0]["name"] in text
     assert f"{bare[0]['exposed'] * 1e6:.1f}" in text and "R all_reduce" in text and "! stands still" in text
-    drawn = "return [document.querySelectorAll('#lanes rect.block').length, document.querySelector('#lanes .tick').innerHTML]"
+    drawn = """return [document.querySelectorAll('#lanes rect.block').length,
+        document.querySelector('#lanes').innerHTML]"""
     before = browser.execute_script(drawn)
     browser.find_element("id", "lanes").send_keys("+" * 4)
     assert before[0] >= 4 and browser.execute_script(drawn)[1] != before[1]
