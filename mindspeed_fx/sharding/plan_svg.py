@@ -11,7 +11,7 @@ from typing import Any, Mapping, Sequence
 from mindspeed_fx.report import svg
 from mindspeed_fx.sharding.expected import Send
 
-ROW, INDENT, WIDTH, WORDS = 24, 18, 1040, 330
+ROW, INDENT, WIDTH, WORDS, LETTER = 24, 18, 1040, 330, 6
 COLORS = {"whole": "#d9d9d9", "in parts": "#fdb462", "gathered before use": "#8dd3c7", "both": "#bebada"}
 NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
 
@@ -42,7 +42,8 @@ def picture(parameters: Mapping[str, Mapping[str, str]], gather: Mapping[str, st
                 svg.element("path", d=arrow, stroke="#b2182b", fill="none"),
                 svg.text(WORDS + 212, y + 13, sent, "#b2182b"),
             ]
-    return svg.picture(WIDTH, ROW * (len(rows) + 2), parts, "The plan's modules, placements and messages")
+    wide = max([WIDTH, *(WORDS + 220 + LETTER * len(sent) for *_, sent in rows)])
+    return svg.picture(wide, ROW * (len(rows) + 2), parts, "The plan's modules, placements and messages")
 
 
 def _rows(

@@ -76,7 +76,9 @@ def main() -> None:
             continue
         if name == "llama":
             model, args, kwargs = hf_llama()
-            mindspeed_fx.explain(model, *args, options={"codegen": "eager"}, what_if=FORMS, **kwargs).save(str(folder / name))
+            mindspeed_fx.explain(model, *args, options={"codegen": "eager"}, what_if=FORMS, **kwargs).save(
+                str(folder / name)
+            )
         else:
             save_ranks(str(folder / name), layers=1, forms=FORMS)
     if not options.only:

@@ -87,8 +87,9 @@ function drawTimeline(data, place) {
         rect.append("title").text(count > 1 ? `${count} kernels, the longest ${block.words}` : block.words);
         rect.on("click", () => choose(block)).on("mouseenter", () => note.textContent = block.words);
         const words = `${lost ? "! " : ""}${count > 1 ? `${count} ×` : block.name}`;
-        if (wide > 26) layer.append("text").attr("x", Math.max(at, left) + 3).attr("y", 20 + row * n).attr("font-size", 10).attr("pointer-events", "none")
-          .text(wide > 8 * words.length ? words : lost ? "!" : KINDS[block.kind][2]);
+        const seen = Math.min(at + wide, width) - Math.max(at, left);
+        if (seen > 26) layer.append("text").attr("x", Math.max(at, left) + 3).attr("y", 20 + row * n).attr("font-size", 10).attr("pointer-events", "none")
+          .text(seen > 7 * words.length ? words : lost ? "!" : KINDS[block.kind][2]);
       }
     });
     axis.call(d3.axisBottom(x).ticks(Math.max(3, Math.floor(width / 110))).tickFormat((t) => (plan.us < 2000 ? `${d3.format(",.4~r")(t)} us` : `${d3.format(",.4~r")(t / 1000)} ms`)));
