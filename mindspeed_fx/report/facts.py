@@ -47,9 +47,9 @@ def step_totals(graphs: Sequence[GraphRecord]) -> dict[str, Any]:
     return totals
 
 
-def resident_bytes(given: Mapping[str, int]) -> int:
+def resident_bytes(sizes: Mapping[str, int]) -> int:
     """Parameters, buffers and inputs."""
-    return given.get("trainable", 0) + given.get("other", 0)
+    return sizes.get("trainable", 0) + sizes.get("other", 0)
 
 
 def _memory(record: GraphRecord, known: Mapping[str, Any]) -> dict[str, Any] | None:

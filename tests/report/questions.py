@@ -18,7 +18,7 @@ from tests.report.question_models import MESH, PLAN, hf_llama, save_ranks
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "questions.md"
 FORMS = ["level 1", "without norms", "batch 8"]
 MODELS = {
-    "llama": "LlamaForCausalLM of transformers, 3 layers, hidden 256, batch 2 of 256 tokens, on cpu without generated code",
+    "llama": "LlamaForCausalLM of transformers, 3 layers, hidden 256, 2 x 256 tokens, on cpu without generated code",
     "ranks": f'a Llama of 1 layer by the plan "{PLAN}" on {" x ".join(f"{d} {n}" for d, n in MESH.items())} ranks, '
     "modelled for Ascend 910B2 (traced, not run on one)",
 }

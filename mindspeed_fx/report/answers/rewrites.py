@@ -95,14 +95,14 @@ def approximated(facts: Facts, _: str) -> Answer:
     casts = values.get("casts") or []
     for c in (c for c in casts if c["more"] > 0):
         rows.append((c["pass"], str(c["more"]), "type", f"more casts to a shorter floating type ({c['stage']})"))
-    drawn = {r["operator"] for r in values["lowered"] if any(s in r["operator"] for s in SEEDED)}
-    rows += [(name, "", "random", "draws random numbers of its own, not the model's") for name in sorted(drawn)]
+    seeded = {r["operator"] for r in values["lowered"] if any(s in r["operator"] for s in SEEDED)}
+    rows += [(name, "", "random", "draws random numbers of its own, not the model's") for name in sorted(seeded)]
     narrowed = sum(c["more"] for c in casts if c["more"] > 0)
     lines = [
         "no formula is replaced by an approximation: what is rewritten computes the same expression, "
         + (f"{plural(sum(close.values()), 'rewrite')} in another order of roundings" if close else "bit for bit"),
         f"casts to a shorter type that passes added: {narrowed}",
-        "random numbers: " + (f"{', '.join(sorted(drawn))} draws its own" if drawn else "the model's own"),
+        "random numbers: " + (f"{', '.join(sorted(seeded))} draws its own" if seeded else "the model's own"),
     ]
     if values["effective"].get("codegen") == "inductor":
         lines.append(

@@ -15,12 +15,12 @@ def peak(facts: Facts, _: str) -> Answer:
     memory = facts.values.get("memory")
     if not memory:
         return Answer((UNKNOWN,))
-    at, given = memory["at"], memory["given"]
+    at, inputs = memory["at"], memory["given"]
     side = "backward" if at["kernel"] >= memory["backward_begins"] > 0 else "forward"
     head = f"{mib(memory['peak'])} are alive during {at['operator']} of {at['module'] or 'the model'}"
     lines = [
         f"{head}, kernel {at['kernel'] + 1} of {at['kernels']}, in the {side}",
-        f"beside them {mib(resident_bytes(given))} of parameters, buffers and inputs; modelled by the graph's sizes",
+        f"beside them {mib(resident_bytes(inputs))} of parameters, buffers and inputs; modelled by the graph's sizes",
     ]
     rows = [(mib(x["bytes"]), x["operator"], x["module"] or "(model)", x["name"]) for x in memory["live"]]
     if memory["others"]["count"]:
