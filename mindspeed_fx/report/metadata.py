@@ -14,7 +14,7 @@ from mindspeed_fx.report.records import GraphRecord
 
 def metadata(record: GraphRecord) -> dict[str, Any]:
     """Everything but the code, ready for JSON."""
-    hidden = {name: {} for name in ("calls", "stages", "estimates", "lanes", "kernels")}
+    hidden: dict[str, Any] = {name: {} for name in ("calls", "stages", "estimates", "lanes", "kernels")}
     values = dataclasses.asdict(dataclasses.replace(record, **hidden))
     for name in (*hidden, "logged", "logged_graphs", "traced", "input_bytes"):
         del values[name]

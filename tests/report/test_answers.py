@@ -61,10 +61,10 @@ def test_there_are_ten_and_an_unknown_one_has_the_nearest(report):
 
 
 def test_what_was_left_and_why(report):
-    assert asked(report, "unfused").lines == ("none: all 1 attention are fused",)
+    assert asked(report, "unfused").lines == ("none: 1 of 1 attention are fused",)
     assert asked(report, "unfused", "rotations").lines[0] == "fusion.rope is off"
     norms = asked(report, "unfused", "norms")
-    assert norms.lines[0] == "none: all 3 norms are fused" and not norms.rows
+    assert norms.lines[0] == "none: 3 of 3 norms are fused" and not norms.rows
 
 
 def test_a_layer_that_lost_its_fusion_is_named_with_the_reason():

@@ -8,8 +8,10 @@ from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
 WIDTH = 100
 MIB = 2**20
-LAST = 36
+LAST = 26
 """Letters that the last column of a table has at least, where it needs them."""
+LEAST = 16
+"""Letters that the others are not cut below."""
 FEW = 20
 """Rows of an answer that are printed; JSON and the page have all."""
 
@@ -63,7 +65,7 @@ def _table(answer: Answer) -> list[str]:
         return []
     widths = [min(40, max(len(row[k]) for row in shown)) for k in range(len(answer.head) - 1)]
     least = min(LAST, max(len(row[-1]) for row in shown))
-    while sum(widths) + 2 * len(widths) + least > WIDTH - 2 and max(widths) > 8:  # the widest gives way
+    while sum(widths) + 2 * len(widths) + least > WIDTH - 2 and max(widths) > LEAST:  # the widest gives way
         widths[widths.index(max(widths))] -= 1
     left = WIDTH - 2 - sum(widths) - 2 * len(widths)
     lines = []

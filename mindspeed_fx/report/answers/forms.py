@@ -41,7 +41,8 @@ def bought(facts: Facts, family: str) -> Answer:
         word = "saves" if gain >= 0 else "costs"
         head.append(
             f"modelled: it {word} {ms(abs(gain))} of {ms(known['seconds'])} a step, "
-            f"{known['kernels'] - base['kernels']:+} kernels and {mib(known['peak'] - base['peak'])} of peak without it"
+            f"without it {known['kernels'] - base['kernels']:+} kernels, peak {mib(known['peak'])} instead of "
+            f"{mib(base['peak'])}"
         )
         return Answer((*head, *lines), answer.head, answer.rows)
     return Answer((*head, *lines, *answer.lines), answer.head, answer.rows)

@@ -33,7 +33,7 @@ def unfused(facts: Facts, kind: str) -> Answer:
         if off:
             lines.append(f'level {facts.values["effective"].get("level")} and "disable" decide which passes run')
     elif not rows:
-        lines = [f"none: all {done} {kind} are fused"]
+        lines = [f"none: {done} of {done} {kind} are fused"]
     return Answer(tuple(lines), ("layer", "pass", "line", "why it was left"), rows)
 
 

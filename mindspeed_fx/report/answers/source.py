@@ -47,7 +47,7 @@ def of_dump(directory: str, memory: int | None = None) -> list[Facts]:
             "mindspeed-fx explain --save DIR write one"
         )
     first = min(values["rank"] for _, values in known)
-    ranks = [values for _, values in known]
+    ranks: list[Mapping[str, Any]] = [values for _, values in known]
     return [
         Facts(v, functools.partial(_saved_changes, f), functools.partial(_saved_codes, f), lambda: ranks, memory)
         for f, v in known
