@@ -53,7 +53,8 @@ def page(folder: pathlib.Path) -> str:
     rows = [f"| `{q.name}{f' {q.argument}' if q.argument else ''}` | {q.title('')} |" for q in QUESTIONS]
     lines = [HEAD + "\n".join(rows), "", *(f"- **{name}**: {words}" for name, words in MODELS.items()), ""]
     lines.append(
-        "Answers of both, made by `python -m tests.report.questions --write`; long ones are cut.\nThe times of `step1` are a busy machine's:"
+        "Answers of both, made by `python -m tests.report.questions --write`; long ones are cut.\n"
+        "The times of `step1` are a busy machine's:"
     )
     for question in QUESTIONS:
         lines += ["", f"## {question.name}"]
