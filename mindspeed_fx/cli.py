@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from mindspeed_fx.arguments import check_file, check_output
 from mindspeed_fx.errors import nearest
+from mindspeed_fx.planning.ask_command import add_ask
 from mindspeed_fx.planning.calibrate.command import add_calibrate
 from mindspeed_fx.planning.explain_command import add_explain
 from mindspeed_fx.planning.tune.command import add_tune
@@ -71,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     shown = (_add_doctor, _add_passes, _add_flags, _add_cross)
     measured = (add_calibrate, add_verify_device)
-    for add in (add_explain, *shown, _add_plan, add_tune, *measured, _add_toolchain, _add_compare_dumps):
+    for add in (add_explain, add_ask, *shown, _add_plan, add_tune, *measured, _add_toolchain, _add_compare_dumps):
         add(commands)
     return parser
 
