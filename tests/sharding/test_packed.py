@@ -93,7 +93,9 @@ def test_a_packed_projection_is_divided_piece_by_piece(take):
 def test_pieces_that_ranks_cannot_share_are_refused():
     model, x = Packed(), torch.randn(2, 8, 16, dtype=torch.float64)
     plan = Plan("packed", ("tp",), {"qkv.*": {"tp": "S(0:30+1+1)"}})
-    with pytest.raises(ShardingError, match=r"pieces of 30, 1, 1 elements, which 2 ranks of \"tp\" cannot share evenly"):
+    with pytest.raises(
+        ShardingError, match=r"pieces of 30, 1, 1 elements, which 2 ranks of \"tp\" cannot share evenly"
+    ):
         simulate(model, {"tp": 2}, plan, x)
     with pytest.raises(ShardingError, match=r"dimension 0 has 32 elements, not 16 \+ 8"):
         simulate(model, {"tp": 2}, Plan("packed", ("tp",), {"qkv.weight": {"tp": "S(0:16+8)"}}), x)
@@ -104,7 +106,9 @@ def test_pieces_are_of_parameters():
         Plan("packed", ("tp",), modules={"qkv": Boundary(output={"tp": "S(0:16+8)"})})
 
 
-@pytest.mark.parametrize("use", [lambda y: y.softmax(-1), lambda y: y.roll(1, -1), lambda y: y[..., 3:9], lambda y: y.flip(-1)])
+@pytest.mark.parametrize(
+    "use", [lambda y: y.softmax(-1), lambda y: y.roll(1, -1), lambda y: y[..., 3:9], lambda y: y.flip(-1)]
+)
 def test_what_asks_for_another_order_gets_the_whole(use):
     class Model(nn.Module):
         def __init__(self):

@@ -24,7 +24,6 @@ import torch.fx as fx
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
-from mindspeed_fx.compat import dtensor
 from mindspeed_fx.graph.constants import integers_of
 from mindspeed_fx.graph.op_sets import IDENTITIES, RESHAPES, UNIT_DIMENSIONS, is_cast, order_of
 from mindspeed_fx.graph.schema import argument
@@ -73,7 +72,9 @@ class Packed:
 
     def whole(self) -> DTensor:
         """On every rank of ``over``, in order."""
-        placements = [Replicate() if i == self.over or p.is_partial() else p for i, p in enumerate(self.joined.placements)]
+        placements = [
+            Replicate() if i == self.over or p.is_partial() else p for i, p in enumerate(self.joined.placements)
+        ]
         gathered = placed_at(self.joined, placements)
         n = gathered.device_mesh.size(self.over)
         ranks = [r.split([s // n for s in self.sizes], self.dim) for r in _local(gathered).chunk(n, self.dim)]
@@ -131,7 +132,9 @@ def run(called: Called, node: fx.Node, target: Any, args: tuple, kwargs: dict) -
 
 def _rule(target: Any) -> Callable | None:
     if target is operator.getitem:
-        return lambda called, node, target, args, kwargs: args[0][args[1]] if isinstance(args[0], tuple) else NotImplemented
+        return lambda called, node, target, args, kwargs: (
+            args[0][args[1]] if isinstance(args[0], tuple) else NotImplemented
+        )
     if target is constrain:
         return _constrain
     if target in GATES:
@@ -171,7 +174,9 @@ def _pointwise(called: Called, node: fx.Node, target: Any, args: tuple, kwargs: 
         return NotImplemented
     after = _ndim(first) - first.dim
     if any(isinstance(t, Pieces) for t in tensors) or any(
-        (_ndim(t) - t.dim, t.sizes, t.over) != (after, first.sizes, first.over) for t in tensors if isinstance(t, Packed)
+        (_ndim(t) - t.dim, t.sizes, t.over) != (after, first.sizes, first.over)
+        for t in tensors
+        if isinstance(t, Packed)
     ):
         return NotImplemented
 

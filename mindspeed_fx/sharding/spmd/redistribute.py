@@ -349,7 +349,9 @@ def even_pieces(shape: torch.Size, placements: Any, mesh: DeviceMesh, where: str
     for i, p in enumerate(placements):
         sizes = packed_shards.pieces_of(p, shape[p.dim]) if dtensor.is_divided(p) else ()
         if sizes and sum(sizes) != shape[p.dim]:
-            raise ShardingError(f"{where}: dimension {p.dim} has {shape[p.dim]} elements, not {' + '.join(map(str, sizes))}")
+            raise ShardingError(
+                f"{where}: dimension {p.dim} has {shape[p.dim]} elements, not {' + '.join(map(str, sizes))}"
+            )
         if any(size % mesh.size(i) for size in sizes):
             names = f'"{mesh.mesh_dim_names[i]}"' if mesh.mesh_dim_names else str(i)
             raise ShardingError(
