@@ -20,6 +20,7 @@ from mindspeed_fx.kernels.sharding import along
 from mindspeed_fx.sharding.spmd.parts import Strategy, from_parts, run_in_parts
 from mindspeed_fx.sharding.spmd.redistribute import is_divided_twice
 
+aten = torch.ops.aten
 LINEAR = frozenset(
     "add sub neg mul div to _to_copy sum clone contiguous alias detach view reshape _unsafe_view flatten unflatten "
     "transpose permute t mT movedim unsqueeze squeeze expand expand_as".split()
@@ -83,8 +84,32 @@ def run(target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return target(*args, **kwargs)
     if name in READS and (terms := _terms(*tensors)):
         return _read_terms(target, args, kwargs, terms)
+    if name in CONVOLUTIONS and is_depthwise(target, args, kwargs):
+        whole = [REPLICATED] * (len(tensors) - 1)
+        return run_in_parts(_of_own_channels(target), args, kwargs, [(0, [0, *whole]), (1, [1, *[0 for _ in whole]])])
+    if target is aten.repeat_interleave.self_int:  # the size of the result that it may be told is that of the whole
+        args, kwargs = args[:3], {k: v for k, v in kwargs.items() if k != "output_size"}
     result = pointwise_strategies(tensors) if is_pointwise(target) else strategies(target, args, kwargs, tensors)
     return run_in_parts(target, args, kwargs, result)
+
+
+CONVOLUTIONS = frozenset("conv1d conv2d conv3d".split())
+
+
+def is_depthwise(target: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a convolution has one filter for each channel."""
+    arg = bind_arguments(target, args, kwargs)
+    return arg["groups"] == arg["input"].shape[1] == arg["weight"].shape[0] and arg["weight"].shape[1] == 1
+
+
+def _of_own_channels(target: torch._ops.OpOverload) -> Callable:
+    """A depthwise convolution of as many channels as there are."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        arg = bind_arguments(target, args, kwargs)
+        return target(**{**arg, "groups": arg["weight"].shape[0]})
+
+    return run
 
 
 READS = frozenset("index index_select gather".split())
@@ -253,6 +278,10 @@ def _einsum(arguments: dict, x: DTensor, rest: list[DTensor]) -> list[Strategy]:
     ]
 
 
+def _repeat_interleave(arguments: dict, x: DTensor, rest: list[DTensor]) -> list[Strategy]:
+    return [] if rest or arguments["dim"] is None else _leading(0)(arguments, x, rest)
+
+
 def _by_batch(arguments: dict, x: DTensor, rest: list[DTensor]) -> list[Strategy]:
     return [(0, [0] + [REPLICATED] * len(rest))]
 
@@ -264,6 +293,7 @@ RULES: dict[str, Callable[[dict, DTensor, list[DTensor]], list[Strategy]]] = {
     "pad": _pad, "constant_pad_nd": _pad,
     "one_hot": _one_hot, "bucketize": _leading(0),
     "index_add": _index_add,
+    "repeat_interleave": _repeat_interleave,
     "einsum": _einsum,
 }  # fmt: skip
 
