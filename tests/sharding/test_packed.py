@@ -70,8 +70,8 @@ def plan_of(model):
     )
 
 
-def equal_to_one_device(model, x, result):
-    loss = model(x)
+def equal_to_one_device(model, args, result):
+    loss = model(*args)
     gradients = dict(zip(dict(model.named_parameters()), torch.autograd.grad(loss, list(model.parameters()))))
     torch.testing.assert_close(result.outputs[0], loss, rtol=1e-9, atol=1e-12)
     assert set(result.gradients) == set(gradients)
@@ -84,7 +84,7 @@ def test_a_packed_projection_is_divided_piece_by_piece(take):
     torch.manual_seed(0)
     model, x = Packed(*CASES[take], take), torch.randn(2, 8, 16, dtype=torch.float64)
     result = simulate(model, {"tp": 2}, plan_of(model), x)
-    equal_to_one_device(model, x, result)
+    equal_to_one_device(model, (x,), result)
     gathers = 0 if CASES[take][1] > 1 else 2  # keys and values of one head are gathered
     assert result.forward == {"all_reduce": 2} | ({"all_gather_into_tensor": gathers} if gathers else {})
     assert result.whole == []
@@ -123,4 +123,4 @@ def test_what_asks_for_another_order_gets_the_whole(use):
     torch.manual_seed(0)
     model, x = Model(), torch.randn(2, 8, 16, dtype=torch.float64)
     plan = Plan("packed", ("tp",), {"a.weight": {"tp": "S(0:4+8)"}})
-    equal_to_one_device(model, x, simulate(model, {"tp": 2}, plan, x))
+    equal_to_one_device(model, (x,), simulate(model, {"tp": 2}, plan, x))
