@@ -18,6 +18,8 @@ import torch
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from mindspeed_fx.compat import strided_shards
+
 CODES = 1 << 40
 """Factors from here on stand for sizes; no dimension has so many pieces."""
 _SIZES: dict[int, tuple[int, ...]] = {}
@@ -72,6 +74,7 @@ def runs(x: DTensor) -> Iterator[tuple[list[int], list[int], list[int]]]:
 @functools.cache
 def _teach() -> None:
     own = _StridedShard._split_tensor
+    strided_shards.count_strided_shards_for_real()  # Dynamo sees full_tensor on fake values
 
     @functools.wraps(own)
     def split(self: Any, tensor: torch.Tensor, num_chunks: int, **kwargs: Any) -> tuple[list[torch.Tensor], list[int]]:

@@ -97,8 +97,12 @@ def divided_result(
     if node.op == "output":
         raise NeedsWhole("its results leave the model")
     if target is aten.einsum.default:
-        return _of_einsum(node, divided)
-    joins = target in (aten.cat.default, aten.slice_scatter.default) or target in PRODUCTS or target is aten.scaled_dot_product_attention.default
+        return _of_einsum(node, divided, whole)
+    joins = target in PRODUCTS or target in (
+        aten.cat.default,
+        aten.slice_scatter.default,
+        aten.scaled_dot_product_attention.default,
+    )
     if joins or (is_pointwise(target) and isinstance(value, torch.Tensor)):
         return _of_operands(node, divided, whole)
     if _is_pointwise_function(node):
@@ -302,18 +306,23 @@ def _of_stack(node: fx.Node, divided: Mapping[fx.Node, Any]) -> Divided:
     return _joined(sources, sources[0].at(*(d + (d >= dim) for d in sources[0].dims)))
 
 
-def _of_einsum(node: fx.Node, divided: Mapping[fx.Node, Any]) -> Divided:
+def _of_einsum(node: fx.Node, divided: Mapping[fx.Node, Any], whole: Container[fx.Node]) -> Divided:
     """The letter that operands have divided, where the result has it too and it is no sum."""
-    terms, _, result = argument(node, "equation").replace(" ", "").partition("->")
-    operands = list(zip(terms.split(","), argument(node, "tensors")))
+    operands, result = einsum_terms(node)
     letters = {term[divided[x].dim] for term, x in operands if x in divided and "." not in term}
     sources = [divided[x] for _, x in operands if x in divided]
     letter = letters.pop() if len(letters) == 1 else ""
-    if not letter or letter not in result or any(letter in t for t, x in operands if x not in divided):
+    if not letter or letter not in result or any(letter in t for t, x in operands if x in whole and x not in divided):
         raise NeedsWhole(f"{node.target} sums over its results, or joins them with others")
     if any(s.pieces != 1 for s in sources):
         raise NeedsWhole(f"{node.target} joins values that are divided along different dimensions")
     return dataclasses.replace(_joined(sources, sources[0]), dims=(result.index(letter),))
+
+
+def einsum_terms(node: fx.Node) -> tuple[list[tuple[str, fx.Node]], str]:
+    """The letters of every operand with it, and those of the result."""
+    terms, _, result = argument(node, "equation").replace(" ", "").partition("->")
+    return list(zip(terms.split(","), argument(node, "tensors"))), result
 
 
 def _of_reduction(node: fx.Node, ndim: int, source: Divided) -> Divided:

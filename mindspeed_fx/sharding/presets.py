@@ -22,28 +22,8 @@ from mindspeed_fx.sharding.roles import Roles, read_roles
 
 logger = logging.getLogger(__name__)
 
-COLUMN = (
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "q",
-    "k",
-    "v",
-    "query",
-    "key",
-    "value",
-    "wq",
-    "wk",
-    "wv",
-    "gate_proj",
-    "up_proj",
-    "gate",
-    "up",
-    "w1",
-    "w3",
-    "fc1",
-    "c_fc",
-    "dense_h_to_4h",
+COLUMN = tuple(
+    "q_proj k_proj v_proj q k v query key value wq wk wv gate_proj up_proj gate up w1 w3 fc1 c_fc dense_h_to_4h".split()
 )
 ROW = ("o_proj", "out_proj", "o", "wo", "dense", "down_proj", "down", "w2", "fc2", "c_proj", "dense_4h_to_h", "proj")
 ATTENTION = "mindspeed.attention|mindspeed.varlen_attention|aten.scaled_dot_product_attention"
@@ -137,7 +117,9 @@ def tp(
             parameters.setdefault(name, {dim: _divided(at, sizes)})
     embeddings, heads = _vocabulary(model, {**columns, **rows}, roles)
     for name, layer in _gathered(model, {**columns, **rows, **heads}, roles).items():
-        parameters.update({f"{name}.{p}": {dim: f"S({_out(layer) if p == 'weight' else 0})"} for p in _own(layer)})
+        parameters.update(
+            {f"{name}.{p}": {dim: f"S({_out(layer) if p == 'weight' else 0})"} for p, _ in layer.named_parameters()}
+        )
         modules[name] = Boundary(input={dim: "R"}, output={dim: "R"})
     for name in embeddings:
         modules[name] = Boundary(output=between)
@@ -179,7 +161,9 @@ def tp_2d(
     modules.update({n: Boundary(input={x: "R", y: "R"}) for n in heads})
     parameters.update({f"{n}.weight": {x: "S(0)"} for n in heads})
     for n, layer in _gathered(model, {**columns, **rows, **heads}, roles).items():
-        parameters.update({f"{n}.{p}": {x: f"S({_out(layer) if p == 'weight' else 0})"} for p in _own(layer)})
+        parameters.update(
+            {f"{n}.{p}": {x: f"S({_out(layer) if p == 'weight' else 0})"} for p, _ in layer.named_parameters()}
+        )
         modules[n] = Boundary(input={x: "R"}, output={x: "R"})
     # Heads are divided over both dimensions, and gathered over y by the row layer that follows.
     heads_divided = {a: {y: "S(1)"} for a in QKV}
@@ -355,10 +339,6 @@ def _linear_layers(model: nn.Module) -> dict[str, nn.Module]:
 def _out(layer: nn.Module) -> int:
     """The dimension of the weight that the results have."""
     return 0 if isinstance(layer, nn.Linear) else 1
-
-
-def _own(layer: nn.Module) -> list[str]:
-    return [n for n, _ in layer.named_parameters(recurse=False)]
 
 
 def _divided(dim: int, sizes: Sequence[int] = ()) -> str:

@@ -30,6 +30,7 @@ from mindspeed_fx.sharding.divided_dims import (
     NeedsCuts,
     NeedsWhole,
     divided_result,
+    einsum_terms,
     inner_cuts,
 )
 from mindspeed_fx.sharding.plan import ShardingError
@@ -235,6 +236,9 @@ class _Reader:
             places = [(a, result.dim - value.ndim + a.meta["val"].ndim) for a in node.all_input_nodes]
         elif node.target in CONVOLUTIONS:
             places = [(a, 0) for a in node.args[1:3] if isinstance(a, fx.Node)]
+        elif node.target is aten.einsum.default:
+            operands, letters = einsum_terms(node)
+            places = [(a, term.find(letters[result.dim])) for term, a in operands]
         else:
             return
         size = value.shape[result.dim]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch.nn import functional as F
 
 from mindspeed_fx.planning.simulate import simulate
 from mindspeed_fx.sharding.plan import Boundary, Plan, ShardingError
+from mindspeed_fx.sharding.presets import named_plan
 
 
 class Packed(nn.Module):
@@ -43,6 +46,15 @@ class Packed(nn.Module):
         x = x + self.o(mixed.transpose(1, 2).flatten(2))
         gate, up = self.gate_up(x).chunk(2, -1)
         return (x + self.down(F.silu(gate) * up)).square().mean()
+
+
+def test_packing_follows_from_the_graph():
+    for take, heads in CASES.items():
+        model, x = Packed(*heads, take), torch.randn(2, 8, 16, dtype=torch.float64)
+        plan, written = named_plan("tp", model, args=(x,)), plan_of(model)
+        for n in ("qkv.weight", "qkv.bias", "gate_up.weight", "gate_up.bias"):
+            expected = written.parameters[n.partition(".")[0] + ".*"]
+            assert plan.parameters[n] == expected, take
 
 
 CASES = {
@@ -124,3 +136,61 @@ def test_what_asks_for_another_order_gets_the_whole(use):
     model, x = Model(), torch.randn(2, 8, 16, dtype=torch.float64)
     plan = Plan("packed", ("tp",), {"a.weight": {"tp": "S(0:4+8)"}})
     equal_to_one_device(model, (x,), simulate(model, {"tp": 2}, plan, x))
+
+
+def trains_alike_and_loads_anywhere(rank, store, folder):
+    """Two steps of AdamW with clipping as one device, whose checkpoint loads under a plan of other parts."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+
+    import mindspeed_fx
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    reference = Packed()
+    model = mindspeed_fx.parallelize(copy.deepcopy(reference), mesh, plan_of(reference))
+    assert model.qkv._parameters["weight"].to_local().shape == (16, 16)
+    run = torch.compile(model, backend="mindspeed", fullgraph=True, dynamic=False, options={"codegen": "eager"})
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (reference, model)]
+    for _ in range(2):
+        x = torch.randn(2, 8, 16, dtype=torch.float64)
+        losses, norms = [], []
+        for m, call, optimizer in ((reference, reference, optimizers[0]), (model, run, optimizers[1])):
+            optimizer.zero_grad()
+            loss = call(x)
+            loss.backward()
+            norms.append(whole(torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)))
+            losses.append(loss.detach())
+            optimizer.step()
+        torch.testing.assert_close(losses[0], losses[1], rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(norms[0], norms[1], rtol=1e-9, atol=1e-12)
+    saved = {"model": model.state_dict(), "optimizer": optimizers[1].state_dict()}
+    dcp.save(saved, checkpoint_id=folder)
+    for parts in ("S(0)", "S(1)", "S(0:16+8+8)", "R"):
+        plan = Plan("other", ("tp",), {"qkv.weight": {"tp": parts}})
+        other = mindspeed_fx.parallelize(Packed(), mesh, plan)
+        state = {"model": other.state_dict()}
+        dcp.load(state, checkpoint_id=folder)
+        other.load_state_dict(state["model"])
+        for (n, p), q in zip(other.named_parameters(), reference.parameters()):
+            torch.testing.assert_close(whole(p.detach()), q.detach(), rtol=1e-8, atol=1e-10, msg=f"{parts} {n}")
+    moments = {"optimizer": copy.deepcopy(saved["optimizer"])}
+    for state in moments["optimizer"]["state"].values():
+        state["exp_avg"].zero_()
+    dcp.load(moments, checkpoint_id=folder)
+    for state, expected in zip(moments["optimizer"]["state"].values(), optimizers[0].state.values()):
+        torch.testing.assert_close(whole(state["exp_avg"]), expected["exp_avg"], rtol=1e-8, atol=1e-12)
+    dist.destroy_process_group()
+
+
+def whole(x):
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def test_two_processes_train_and_a_checkpoint_loads_under_other_plans(tmp_path):
+    from tests import ranks
+
+    ranks.spawn(trains_alike_and_loads_anywhere, (str(tmp_path / "store"), str(tmp_path / "saved")), nprocs=2)

@@ -79,7 +79,7 @@ def run(target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return draw_in_place(target, args, kwargs)
     if not tensors or target._schema.is_mutable:  # DTensor refuses a write that would need another placement
         return target(*args, **kwargs)
-    if name in TRUSTED and not (name == "einsum" and any(is_divided_twice(x.placements) for x in tensors)):
+    if name in TRUSTED and not (name == "einsum" and any(_is_divided_by_several(x) for x in tensors)):
         args, kwargs = pytree.tree_map_only(DTensor, _summed_for(name, tensors), (args, kwargs))
         return target(*args, **kwargs)
     if name in READS and (terms := _terms(*tensors)):
@@ -91,6 +91,11 @@ def run(target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         args, kwargs = args[:3], {k: v for k, v in kwargs.items() if k != "output_size"}
     result = pointwise_strategies(tensors) if is_pointwise(target) else strategies(target, args, kwargs, tensors)
     return run_in_parts(target, args, kwargs, result)
+
+
+def _is_divided_by_several(x: DTensor) -> bool:
+    """Whether several mesh dimensions divide ``x``, the same dimension or others, or one divides it in pieces."""
+    return is_divided_twice(x.placements) or sum(map(dtensor.is_divided, x.placements)) > 1
 
 
 CONVOLUTIONS = frozenset("conv1d conv2d conv3d".split())

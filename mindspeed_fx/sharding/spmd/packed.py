@@ -329,8 +329,8 @@ def _view(called: Called, node: fx.Node, target: Any, args: tuple, kwargs: dict)
 
 
 def _viewed(x: Packed, i: int, after: Sequence[int], j: int, unit: int) -> DTensor:
-    """Piece ``i`` with ``after[j]`` in place of the packed dimension. A piece of fewer heads than ranks is whole on each
-    of them."""
+    """Piece ``i`` with ``after[j]`` in place of the packed dimension. A piece of fewer heads than ranks is whole on
+    each of them."""
     start, n = sum(x.sizes[:i]), x.joined.device_mesh.size(x.over)
     piece, count = x.part(start, start + x.sizes[i]), x.sizes[i] // unit
     if count % n and (count > 1 or j >= len(after) - 2):
