@@ -43,6 +43,7 @@ class Entry(NamedTuple):
 # fmt: off
 PASSES = (
     Entry("fusion.gated_delta_rule",             "captured",    1, CLOSE, "chunks whole, before norms are read"),
+    Entry("fusion.ssd",                          "captured",    1, CLOSE, "chunks whole, before norms are read"),
     Entry("fusion.grouped_matmul",               "captured",    1, CLOSE, "products per expert stay whole below"),
     Entry("fusion.moe_permute",                  "captured",    1, CLOSE, "sorted tokens, before others misread them"),
     Entry("fusion.gathered_experts",             "captured",    1, CLOSE, "weights per token, which moe_permute left"),

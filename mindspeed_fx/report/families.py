@@ -21,6 +21,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "attention": (
         *KINDS["attention"],
         "fusion.gated_delta_rule",
+        "fusion.ssd",
         "canonicalize.npu_attention",
         "canonicalize.varlen_attention",
     ),
