@@ -118,6 +118,21 @@ def _losses(b: int, s: int, n: int, kv: int, d: int, h: int) -> Iterator[torch.T
         state = randn(b, n, d, d + 1)
         out, final, _ = ops.gated_delta_rule(*keys, randn(b, n, s, d + 1), given, gates[0] / 4, state, 0.3, eps, 4)
         yield out**2 + final.sum(-2, keepdim=True)
+    steps, rates = torch.rand(b, s, n, dtype=torch.float64).requires_grad_(), -torch.rand(n, dtype=torch.float64)
+    for given in (randn(n), None):
+        states = randn(b, n, d, d + 1) if given is None else None
+        arguments = randn(b, s, n, d), steps, rates.requires_grad_(), randn(b, s, kv, d + 1), randn(b, s, kv, d + 1)
+        out, final, _ = ops.ssd(*arguments, given, states, 4)
+        yield out**2 + final.sum(-1).unsqueeze(1)
+    for whole in (True, False):
+        channels = [randn(h) if whole else None, randn(b, h, s) if whole else None, randn(h) if whole else None]
+        arguments = randn(b, h, s), torch.rand(b, h, s, dtype=torch.float64).requires_grad_(), -randn(h, d).detach().abs()
+        columns = randn(b, d, s), randn(b, d, s)
+        states = None if whole else randn(b, h, d)
+        out, final, _ = ops.selective_scan(*arguments, *columns, *channels, states, whole)
+        yield out**2 + final.sum(-1, keepdim=True)
+    for given in (randn(h), None):
+        yield ops.causal_conv1d(randn(b, h, s), randn(h, 4), given, given is None) ** 2
     tokens, classes = b * s, 2 * h or 3
     target = torch.randint(0, classes, (tokens,))
     target[:1] = -100

@@ -62,6 +62,21 @@ def named(form: Form, kinds: Sequence[str], pattern: str) -> list[fx.Node] | Non
     return None
 
 
+def lettered(form: Form, result: str, summed: str = "") -> list[tuple[fx.Node, str]] | None:
+    """Each factor with the letters of its dimensions, where ``result`` are those of the form's, and ``summed`` the one
+    that is summed over, if any; None where another is, where one is broadcast, or with a number before them."""
+    letters = dict(zip(form.labels, result))
+    names = []
+    for factor in form.factors:
+        others = [label for label in factor.labels if label not in letters]
+        if None in others or (others and not summed):
+            return None
+        letters.update(dict.fromkeys(others, summed))
+        names.append((factor.node, "".join(letters[label] for label in factor.labels)))
+    ones = list(letters.values()).count(summed) <= 1 and all(len(set(own)) == len(own) for _, own in names)
+    return names if form.number == 1 and ones and len(form.labels) == len(result) else None
+
+
 def _one_to_one(pairs: list[tuple[tuple[Any, ...], str]]) -> bool:
     letters: dict[Any, str] = {}
     for labels, names in pairs:
@@ -128,6 +143,10 @@ def _moved(n: Any, labels: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | Non
         return n.args[0], (*labels[:at], *labels[at + 1 :])
     if match.is_call(n, aten.expand.default):
         return n.args[0], _broadcast(n.args[0], n, labels)
+    if match.is_call(n, aten.squeeze.dim, aten.select.int):
+        at = n.args[1] % match.rank(n.args[0])
+        if symbols.statically_known_true(match.value(n.args[0]).shape[at] == 1):
+            return n.args[0], (*labels[:at], object(), *labels[at:])
     return None
 
 
