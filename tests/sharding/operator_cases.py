@@ -140,6 +140,11 @@ def _losses(b: int, s: int, n: int, kv: int, d: int, h: int) -> Iterator[torch.T
     hidden, head, bias = randn(tokens, h), randn(classes, h), randn(classes)
     for given, reduction in ((bias, "sum"), (None, "mean"), (bias, "none")):
         yield ops.linear_cross_entropy(hidden, head, given, target, reduction=reduction) * torch.tensor(1.5)
+    numbers = [torch.randn(tokens, dtype=torch.float64) for _ in range(4)]
+    yield ops.linear_grpo(hidden, head, bias, target, *numbers, beta=0.1)[0]
+    yield ops.linear_grpo(hidden, head, None, target, *numbers[:2], temperature=0.7)[0]
+    for beta in (0.0, 0.3, 1.0):
+        yield ops.linear_jsd(hidden, head, bias, randn(tokens, d), randn(classes, d), None, numbers[1], beta, 0.7)
     logits = hidden.detach() @ head.detach().t()
     for extra in (torch.randn_like(logits), None):
         ops.linear_cross_entropy_backward(

@@ -1,5 +1,7 @@
 """Products and sums of products, read as factors whose dimensions are labelled: what einsum says, in any spelling.
 
+Casts between floating types are seen through: who computes the form does so in at least the precision of the model.
+
 ``einsum("bcln,bcsn->bcls", C, B) * L`` is [C bcln, B bcsn, L bcls], and so is the same with ``matmul``, or broadcast
 products that are summed over a dimension, in any association. A label stands for one dimension of the whole; labels
 that the result does not have are summed over.
@@ -110,8 +112,7 @@ def _operands(n: Any, labels: tuple[Any, ...]) -> tuple[float, list[tuple[Any, t
     if match.is_call(n, *SAME):
         return 1.0, [(n.args[0], labels)]
     if match.is_call(n, aten.to.dtype) and match.is_float(n) and match.is_float(n.args[0]):
-        wider = match.value(n).dtype.itemsize >= match.value(n.args[0]).dtype.itemsize
-        return (1.0, [(n.args[0], labels)]) if wider else None
+        return 1.0, [(n.args[0], labels)]
     if (scaled := match.unscale(n))[1] != 1.0:
         return scaled[1], [(scaled[0], labels)]
     moved = _moved(n, labels)

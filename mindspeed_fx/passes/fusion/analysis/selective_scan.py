@@ -70,9 +70,6 @@ def read(node: fx.Node, known: dict) -> SelectiveScan | None:
     b, u = _inputs(line, delta)
     u = (norms.strip_widening(u[0]), u[1])
     out, d, z = _skip_and_gate(line, u[0])
-    order = {n: i for i, n in enumerate(node.graph.nodes)}
-    if any(order[user] < order[line.first] for n in line.final for user in n.users if user not in line.region):
-        raise Miss("the last state is read before all outputs are there")
     region = [*line.region, line.decays[0], line.inputs[0], out]
     arranged = (
         _arrange(line, u, "bds"), _arrange(line, (dt, delta_letters), "bds"), _arrange(line, a, "dn"),
@@ -154,7 +151,7 @@ def _unrolled(stack: fx.Node) -> _Line | None:
     users = [u for u in before.users if u not in outputs and not _leads_to(u, outputs[-1])]
     return _Line(
         (decays, _with_sequence("bdn", at)), (inputs, _with_sequence("bdn", also)), (c, _with_sequence(letters, c_at)),
-        None if match.is_zeros(start) else start, stack, stack, [before] if users else [], region,
+        None if match.is_zeros(start) else start, before, stack, [before] if users else [], region,
     )  # fmt: skip
 
 
@@ -211,7 +208,7 @@ def _read_of(states: fx.Node, user: fx.Node) -> tuple[fx.Node, tuple[fx.Node, st
     """(y, C) when ``user`` is on the way from the states to their product with C."""
     n: fx.Node | None = user
     for _ in range(8):
-        if n is None:
+        if n is None or not match.is_float(n):
             return None
         if match.value(n).dim() == 3:
             form = multilinear.read(n, lambda x: x is states)
@@ -244,10 +241,19 @@ def _is_factor(whole: fx.Node):
     return lambda x: match.is_call(x, aten.mul.Tensor) and match.value(x).dim() < rank
 
 
+def _is_inner(whole: fx.Node):
+    """Products inside of a product are its factors."""
+    return lambda x: x is not whole and match.is_call(x, aten.mul.Tensor)
+
+
 def _inputs(line: _Line, delta: fx.Node) -> tuple[tuple[fx.Node, str], tuple[fx.Node, str]]:
     """B and u."""
     n, letters = line.inputs
     names = multilinear.lettered(multilinear.read(n, _is_factor(n)), letters) or []
+    if len(names) == 2:  # a product of the step and the value that was made before
+        inner = next((x for x in names if sorted(x[1]) == ["b", "d", "s"]), names[0])
+        parts = multilinear.lettered(multilinear.read(inner[0], _is_inner(inner[0])), inner[1]) or []
+        names = [x for x in names if x is not inner] + parts
     rows = [x for x in names if sorted(x[1]) == ["b", "d", "s"]]
     steps = [x for x in rows if match.same(x[0], delta)]
     b = [x for x in names if sorted(x[1]) == ["b", "n", "s"]]
