@@ -1,6 +1,6 @@
-"""Mamba's selective scan as Hugging Face's Mamba and Jamba spell it on CPU, forward and backward, beside Inductor on that
-spelling: an associative scan (what these models compile to), or token by token (--unrolled 1; keep --seq small, for
-Inductor's code grows with it).
+"""Mamba's selective scan as Hugging Face's Mamba and Jamba spell it on CPU, forward and backward, beside Inductor on
+that spelling: an associative scan (what these models compile to), or token by token (--unrolled 1; keep --seq small,
+for Inductor's code grows with it).
 
     python -m benchmarks.selective_scan [--rounds 3] [--seq 2048] [--channels 1536] [--state 16] [--unrolled 0]
 

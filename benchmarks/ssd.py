@@ -1,5 +1,5 @@
-"""Mamba-2's state space dual of Hugging Face's Mamba-2, Bamba, Falcon-H1 and others on CPU, forward and backward, beside
-Inductor on that spelling.
+"""Mamba-2's state space dual of Hugging Face's Mamba-2, Bamba, Falcon-H1 and others on CPU, forward and backward,
+beside Inductor on that spelling.
 
     python -m benchmarks.ssd [--rounds 5] [--seq 2048] [--heads 24] [--groups 1] [--dim 64] [--state 128] [--chunk 256]
 

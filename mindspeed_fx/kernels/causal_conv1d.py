@@ -101,8 +101,10 @@ def causal_conv1d_backward(grad, x, weight, bias, silu):
 def _check(x, weight, bias):
     torch._check_value(
         x.dim() == 3 and weight.dim() == 2 and weight.shape[0] == x.shape[1] and weight.shape[1] > 0,
-        lambda: f"causal_conv1d: weight is {list(weight.shape)} and x {list(x.shape)}; valid: [channels, k] and [batch, "
-        "channels, seq]",
+        lambda: (
+            f"causal_conv1d: weight is {list(weight.shape)} and x {list(x.shape)}; valid: [channels, k] and [batch, "
+            "channels, seq]"
+        ),
     )
     torch._check_value(
         bias is None or bias.shape == weight.shape[:1],

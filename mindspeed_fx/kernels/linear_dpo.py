@@ -51,8 +51,10 @@ def linear_dpo(
     """
     torch._check_value(
         hidden.dim() == 3 and hidden.shape[0] % 2 == 0 and target.shape == hidden.shape[:2],
-        lambda: f"linear_dpo: hidden is {list(hidden.shape)} and target {list(target.shape)}; valid: [2 * pairs, seq, "
-        "hidden] and [2 * pairs, seq]",
+        lambda: (
+            f"linear_dpo: hidden is {list(hidden.shape)} and target {list(target.shape)}; valid: [2 * pairs, seq, "
+            "hidden] and [2 * pairs, seq]"
+        ),
     )
     torch._check_value(
         0 <= label_smoothing < 0.5,

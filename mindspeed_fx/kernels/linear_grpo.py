@@ -1,8 +1,8 @@
 """Linear and the loss of group-relative policy optimization in one, whose logits never exist whole.
 
-Of token i with the log-probability l_i of its class, r_i = e^(l_i - old_i) and a_i the advantage,
+Of token i with the log-probability l_i of its class, r_i = e^(l_i - old_i), k_i = ref_i - l_i and a_i the advantage,
 
-    loss = sum over i of w_i (-min(r_i a_i, clip(r_i, 1 - low, 1 + high) a_i) + beta (e^(ref_i - l_i) - (ref_i - l_i) - 1))
+    loss = sum over i of w_i (-min(r_i a_i, clip(r_i, 1 - low, 1 + high) a_i) + beta (e^(k_i) - k_i - 1))
 
 Sources: Shao et al. 2024, "DeepSeekMath" (arXiv 2402.03300), equations 3 and 4; clipping of two widths: Yu et al. 2025,
 "DAPO" (arXiv 2503.14476). The gradient of a token's term by l_i is known once l_i is, so that a chunk's logits become

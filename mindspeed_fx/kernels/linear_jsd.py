@@ -1,6 +1,7 @@
 """Two linears and the divergence of their distributions in one, for distillation: logits never exist whole.
 
-Of each token, with s and t the student's and the teacher's probabilities at a temperature and m = beta t + (1 - beta) s,
+Of each token, with s and t the student's and the teacher's probabilities at a temperature and m the mixture
+beta t + (1 - beta) s,
 
     beta 0: KL(t || s);  beta 1: KL(s || t);  between: beta KL(t || m) + (1 - beta) KL(s || m)
 
@@ -65,13 +66,17 @@ def linear_jsd(
     torch._check_value(temperature > 0, lambda: f"linear_jsd: temperature={temperature}; valid: a number above 0")
     torch._check_value(
         hidden.dim() == teacher_hidden.dim() == 2 and hidden.shape[0] == teacher_hidden.shape[0],
-        lambda: f"linear_jsd: hidden is {list(hidden.shape)}, the teacher's {list(teacher_hidden.shape)}; valid: "
-        "[tokens, hidden] both",
+        lambda: (
+            f"linear_jsd: hidden is {list(hidden.shape)}, the teacher's {list(teacher_hidden.shape)}; valid: "
+            "[tokens, hidden] both"
+        ),
     )
     torch._check_value(
         weight.shape[0] == teacher_weight.shape[0],
-        lambda: f"linear_jsd: {weight.shape[0]} classes of the student and {teacher_weight.shape[0]} of the teacher; "
-        "valid: as many",
+        lambda: (
+            f"linear_jsd: {weight.shape[0]} classes of the student and {teacher_weight.shape[0]} of the teacher; "
+            "valid: as many"
+        ),
     )
     if weights is None:
         weights = hidden.new_full(hidden.shape[:1], 1 / max(hidden.shape[0], 1), dtype=accumulation_dtype(hidden.dtype))
@@ -105,7 +110,7 @@ def _fake_total(hidden, weight, bias, *others):
 def linear_jsd_total(
     hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, weights, beta, temperature, needed
 ):
-    """The loss [] of :func:`linear_jsd`, and the gradients for an upstream gradient of 1, of size 0 where not needed."""
+    """The loss [] of :func:`linear_jsd`, and the gradients for an upstream gradient of 1, empty where not needed."""
     wide, (tokens, vocab) = accumulation_dtype(hidden.dtype), (hidden.shape[0], weight.shape[0])
     rows, total = full_chunk(tokens, vocab, wide), hidden.new_zeros((), dtype=wide)
     dhidden, dweight, dbias = (

@@ -121,7 +121,7 @@ def _first_state(final: Tensor, state: Tensor | None) -> Tensor:
 
 
 class _Chunk:
-    """Some tokens: u, step, B and C of each, and the decay of each element of the state [tokens, batch, n, channels]."""
+    """Some tokens: u, step, B and C of each, and the decays of the state [tokens, batch, n, channels]."""
 
     def __init__(self, tokens, u, dt, a, b, c, bias, softplus, wide):
         self.u, self.raw = _rows(u, tokens, wide), _rows(dt, tokens, wide)

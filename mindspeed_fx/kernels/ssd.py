@@ -122,7 +122,6 @@ def ssd_backward(grad, grad_state, starts, x, dt, A, B, C, D, state, chunk=CHUNK
     dx, ddt, dA, dB, dC, dD, dstate = _fake_backward(grad, grad_state, starts, x, dt, A, B, C, D, state, chunk)
     wide = starts.dtype
     sum_a, sum_d = A.new_zeros(A.shape, dtype=wide), A.new_zeros(A.shape, dtype=wide)
-    shared = x.shape[2] // B.shape[2]
     sums = [y.new_zeros(y.shape, dtype=wide) for y in (B, C)]
     for heads in head_blocks(x, B):
         given = starts.new_zeros(()).expand(dstate.shape) if grad_state is None else grad_state

@@ -103,7 +103,9 @@ class Chunk:
         dsums = (self.by_token(torch.bmm(self.c, state.transpose(1, 2))) * grown).sum(-1)
         kept = (after * self.steps).sum(-1)
         dsums -= kept
-        dsums[-1] += kept.sum(0) + (state * dstate).unflatten(1, (-1, self.x.shape[2])).sum((2, 3)).flatten() * self.last
+        dsums[-1] += (
+            kept.sum(0) + (state * dstate).unflatten(1, (-1, self.x.shape[2])).sum((2, 3)).flatten() * self.last
+        )
         dsteps = after.add_(torch.bmm(scores.transpose(1, 2), by_head).transpose(0, 1))
         dscores = torch.bmm(by_head, self.steps.permute(1, 2, 0))
         pairs = scores.mul_(dscores)

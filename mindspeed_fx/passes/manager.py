@@ -62,6 +62,7 @@ PASSES = (
     Entry("fusion.qk_norm_rope",                 "captured",    1, CLOSE, "joins the rms_norm and rope found above"),
     Entry("canonicalize.silu",                   "captured",    1, CLOSE, "after clipped_swiglu, for swiglu"),
     Entry("fusion.causal_conv1d",                "captured",    1, CLOSE, "after silu, which it takes in"),
+    Entry("canonicalize.stacked_rows",           "captured",    1, CLOSE, "rows at once, for softmax and losses"),
     Entry("canonicalize.softmax",                "captured",    1, CLOSE, "one softmax for attention and for losses"),
     Entry("fusion.attention",                    "captured",    1, CLOSE, "reads scores around the softmax"),
     Entry("fusion.cross_entropy",                "captured",    1, CLOSE, "picked log-probabilities of the softmax"),

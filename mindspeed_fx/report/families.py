@@ -51,6 +51,7 @@ SUPPORTING = (
     "canonicalize.gelu",
     "canonicalize.silu",
     "canonicalize.softmax",
+    "canonicalize.stacked_rows",
     "lowering.bool_collectives",
     "lowering.main_grad",
     "lowering.repeated_layers",

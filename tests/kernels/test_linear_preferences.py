@@ -100,7 +100,11 @@ def divergence(leaves, teacher, weights, beta, temperature):
     """As the Generalized Knowledge Distillation of TRL has it."""
     s, t = (F.log_softmax(F.linear(*x) / temperature, -1) for x in (leaves, teacher))
     if beta in (0, 1):
-        kl = F.kl_div(s, t, reduction="none", log_target=True) if beta == 0 else F.kl_div(t, s, reduction="none", log_target=True)
+        kl = (
+            F.kl_div(s, t, reduction="none", log_target=True)
+            if beta == 0
+            else F.kl_div(t, s, reduction="none", log_target=True)
+        )
         return (kl.sum(1) * weights).sum()
     beta = torch.tensor(beta, dtype=s.dtype)
     m = torch.logsumexp(torch.stack([s + torch.log1p(-beta), t + torch.log(beta)]), dim=0)
@@ -112,7 +116,11 @@ def divergence(leaves, teacher, weights, beta, temperature):
 @pytest.mark.parametrize("temperature, bias", [(1.0, True), (0.7, False)])
 def test_jsd(beta, temperature, bias):
     leaves, _ = inputs(bias=bias)
-    teacher = (torch.randn(TOKENS, 3).double(), torch.randn(CLASSES, 3).double(), None if bias else torch.randn(CLASSES).double())
+    teacher = (
+        torch.randn(TOKENS, 3).double(),
+        torch.randn(CLASSES, 3).double(),
+        None if bias else torch.randn(CLASSES).double(),
+    )
     weights = torch.rand(TOKENS, dtype=torch.float64) * (torch.arange(TOKENS) % 4 > 0)
     agree(
         lambda: ops.linear_jsd(*leaves, *teacher, weights, beta, temperature),
@@ -157,12 +165,18 @@ def test_rules_of_custom_operators():
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda l, t: ops.linear_grpo(*l, t, torch.rand(TOKENS), beta=0.1), "beta=0.1 without a reference; valid: 0"),
-        (lambda l, t: ops.linear_grpo(*l, t, torch.rand(3)), r"advantages is \[3\]; valid: \[12\]"),
-        (lambda l, t: ops.linear_grpo(*l, t, torch.rand(TOKENS), temperature=0.0), "temperature=0.0; valid: a number"),
-        (lambda l, t: ops.linear_dpo(*l, t), r"hidden is \[12, 5\] and target \[12\]; valid: \[2 \* pairs, seq, hidden\]"),
-        (lambda l, t: ops.linear_jsd(*l, l[0], l[1], beta=2.0), "beta=2.0; valid: from 0 to 1"),
-        (lambda l, t: ops.linear_jsd(*l, l[0], l[1][:3]), "11 classes of the student and 3 of the teacher; valid: as many"),
+        (lambda h, t: ops.linear_grpo(*h, t, torch.rand(TOKENS), beta=0.1), "beta=0.1 without a reference; valid: 0"),
+        (lambda h, t: ops.linear_grpo(*h, t, torch.rand(3)), r"advantages is \[3\]; valid: \[12\]"),
+        (lambda h, t: ops.linear_grpo(*h, t, torch.rand(TOKENS), temperature=0.0), "temperature=0.0; valid: a number"),
+        (
+            lambda h, t: ops.linear_dpo(*h, t),
+            r"hidden is \[12, 5\] and target \[12\]; valid: \[2 \* pairs, seq, hidden\]",
+        ),
+        (lambda h, t: ops.linear_jsd(*h, h[0], h[1], beta=2.0), "beta=2.0; valid: from 0 to 1"),
+        (
+            lambda h, t: ops.linear_jsd(*h, h[0], h[1][:3]),
+            "11 classes of the student and 3 of the teacher; valid: as many",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(call, message):

@@ -48,7 +48,8 @@ def both(args, softplus):
 
 @pytest.mark.parametrize("softplus", [False, True])
 @pytest.mark.parametrize(
-    "shape", [(2, 5, 3, 11), (1, 4, 2, 8, ()), (1, 3, 4, 1, ("z",)), (2, 2, 2, 42, ("D", "bias")), (1, 2, 3, 9, ("state",))]
+    "shape",
+    [(2, 5, 3, 11), (1, 4, 2, 8, ()), (1, 3, 4, 1, ("z",)), (2, 2, 2, 42, ("D", "bias")), (1, 2, 3, 9, ("state",))],
 )
 @pytest.mark.parametrize("chunk", [4, 32])
 def test_chunks_are_the_recurrence(monkeypatch, shape, softplus, chunk):

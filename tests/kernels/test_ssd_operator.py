@@ -26,7 +26,10 @@ def by_token(x, dt, A, B, C, D, state):
 def arguments(batch, seq, heads, groups, p, n, skip=True, state=False, dtype=torch.float64):
     torch.manual_seed(0)
     x = torch.randn(batch, heads, p, seq, dtype=dtype).permute(0, 3, 1, 2).requires_grad_()
-    dt, A = torch.rand(batch, seq, heads, dtype=dtype).requires_grad_(), (-torch.rand(heads, dtype=dtype)).requires_grad_()
+    dt, A = (
+        torch.rand(batch, seq, heads, dtype=dtype).requires_grad_(),
+        (-torch.rand(heads, dtype=dtype)).requires_grad_(),
+    )
     B, C = (torch.randn(batch, seq, groups, n, dtype=dtype, requires_grad=True) for _ in range(2))
     D = torch.randn(heads, dtype=dtype, requires_grad=True) if skip else None
     start = torch.randn(batch, heads, p, n, dtype=dtype, requires_grad=True) if state else None
@@ -43,7 +46,12 @@ def both(args, chunk):
         yield (out, final, *torch.autograd.grad(loss, leaves))
 
 
-SHAPES = [(2, 11, 4, 2, 3, 5, True, True), (1, 8, 2, 2, 4, 3), (1, 1, 3, 1, 4, 3, False), (2, 42, 6, 1, 2, 2, True, True)]
+SHAPES = [
+    (2, 11, 4, 2, 3, 5, True, True),
+    (1, 8, 2, 2, 4, 3),
+    (1, 1, 3, 1, 4, 3, False),
+    (2, 42, 6, 1, 2, 2, True, True),
+]
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 16])

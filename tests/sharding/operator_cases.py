@@ -126,7 +126,11 @@ def _losses(b: int, s: int, n: int, kv: int, d: int, h: int) -> Iterator[torch.T
         yield out**2 + final.sum(-1).unsqueeze(1)
     for whole in (True, False):
         channels = [randn(h) if whole else None, randn(b, h, s) if whole else None, randn(h) if whole else None]
-        arguments = randn(b, h, s), torch.rand(b, h, s, dtype=torch.float64).requires_grad_(), -randn(h, d).detach().abs()
+        arguments = (
+            randn(b, h, s),
+            torch.rand(b, h, s, dtype=torch.float64).requires_grad_(),
+            -randn(h, d).detach().abs(),
+        )
         columns = randn(b, d, s), randn(b, d, s)
         states = None if whole else randn(b, h, d)
         out, final, _ = ops.selective_scan(*arguments, *columns, *channels, states, whole)

@@ -39,7 +39,11 @@ def causal_conv1d(gm: fx.GraphModule, context: Context) -> PassReport:
 def _rewrite(gm: fx.GraphModule, node: fx.Node) -> Outcome:
     x, weight, bias = (match.argument(node, name) for name in ("input", "weight", "bias"))
     channels, size = match.value(weight).shape[0], match.value(weight).shape[2]
-    if match.value(node).dim() != 3 or match.argument(node, "groups", 1) != channels or match.value(weight).shape[1] != 1:
+    if (
+        match.value(node).dim() != 3
+        or match.argument(node, "groups", 1) != channels
+        or match.value(weight).shape[1] != 1
+    ):
         return None
     if not symbols.statically_known_true(match.value(x).shape[1] == channels):
         return "a channel has several outputs"
@@ -101,6 +105,10 @@ def _is_seq(end: Any, seq: Any, size: int) -> bool:
 def _narrow(source: fx.Node, out: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Before the sequence was widened, after the result was narrowed again, where both are."""
     inner, after = norms.strip_widening(source), norms.only_user(out)
-    if inner is not source and match.is_call(after, aten.to.dtype) and match.value(after).dtype == match.value(inner).dtype:
+    if (
+        inner is not source
+        and match.is_call(after, aten.to.dtype)
+        and match.value(after).dtype == match.value(inner).dtype
+    ):
         return inner, after
     return source, out

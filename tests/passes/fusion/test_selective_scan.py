@@ -17,9 +17,13 @@ def scanned(u, dt, A, B, C, D, z, bias, state=None, **given):
     o = {**SETTINGS, **given}
     dt = dt + bias[:, None] if o["shift"] else dt
     dt = F.softplus(dt) if o["softplus"] else dt
-    decays = (dt[..., None] * A[None, :, None]).exp() if o["decay"] == "same" else (dt[..., None] * A[:, None]).exp() + 1
-    added = (u * dt)[..., None] * B.transpose(1, 2)[:, None] if o["read"] == "sum" else dt[..., None] * (
-        B.transpose(1, 2)[:, None] * u[..., None]
+    decays = (
+        (dt[..., None] * A[None, :, None]).exp() if o["decay"] == "same" else (dt[..., None] * A[:, None]).exp() + 1
+    )
+    added = (
+        (u * dt)[..., None] * B.transpose(1, 2)[:, None]
+        if o["read"] == "sum"
+        else dt[..., None] * (B.transpose(1, 2)[:, None] * u[..., None])
     )
     state = torch.zeros_like(added[:, :, 0]) if state is None else state
     outs = []

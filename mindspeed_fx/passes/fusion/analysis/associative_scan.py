@@ -1,8 +1,8 @@
 """``associative_scan`` of (decay, input) pairs, read by what stands at each place: which stretch of the sequence.
 
-torch's generic scan halves a sequence again and again: slices of every second element, a call that combines neighbours,
-interleaving by stack and flatten. Of a value it is enough to know the stretch (i, j) of tokens that each of its elements
-combines; a result whose elements are (0, 0), (0, 1), (0, 2) ... holds the states.
+torch's generic scan halves a sequence again and again: slices of every second element, a call that combines
+neighbours, interleaving by stack and flatten. Of a value it is enough to know the stretch (i, j) of tokens that each of
+its elements combines; a result whose elements are (0, 0), (0, 1), (0, 2) ... holds the states.
 """
 
 from __future__ import annotations

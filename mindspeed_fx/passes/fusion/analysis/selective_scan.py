@@ -292,7 +292,9 @@ def _skip_and_gate(line: _Line, u: fx.Node) -> tuple[fx.Node, fx.Node | None, fx
                 break
     product = norms.only_user(out)
     for one, gate in match.operands(product, aten.mul.Tensor):
-        same = one is out and match.is_call(gate, aten.silu.default) and match.value(gate).shape == match.value(out).shape
+        same = (
+            one is out and match.is_call(gate, aten.silu.default) and match.value(gate).shape == match.value(out).shape
+        )
         if same and order[gate.args[0]] < order[line.first]:
             return product, d, gate.args[0]
     return out, d, z

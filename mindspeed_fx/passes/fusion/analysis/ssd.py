@@ -64,7 +64,9 @@ def read(node: fx.Node) -> StateSpaceDual | None:
 def _read(node: fx.Node, form: multilinear.Form, kinds: list[str], across: fx.Node) -> StateSpaceDual:
     inside = multilinear.named(form, kinds, "row bclhn, row bcshn, pairs bhcls, row bcshp -> bclhp")
     if inside is None:
-        raise Miss(f"what tokens of a chunk add to each other ({_shown(form, kinds)}) is not C B^T times decays times X")
+        raise Miss(
+            f"what tokens of a chunk add to each other ({_shown(form, kinds)}) is not C B^T times decays times X"
+        )
     c, b, pairs, x = inside
     c_again, sums, states = _named(across, "row bclhn, sum bhcl, states bchpn -> bclhp", "what the state adds")
     line = match.part(states).source
@@ -110,7 +112,9 @@ def _named(n: Any, pattern: str, what: str) -> list[fx.Node]:
 
 
 def _shown(form: multilinear.Form, kinds: list[str]) -> str:
-    factors = " * ".join(f.node.name if kind == ROW else f"{kind} {f.node.name}" for f, kind in zip(form.factors, kinds))
+    factors = " * ".join(
+        f.node.name if kind == ROW else f"{kind} {f.node.name}" for f, kind in zip(form.factors, kinds)
+    )
     return factors if form.number == 1 else f"{form.number:.4g} * {factors}"
 
 
@@ -169,7 +173,10 @@ def _segments(n: Any) -> Any:
     if not match.is_call(n, aten.masked_fill.Scalar) or n.args[2] != float("-inf") or not _fills(n.args[1], 1):
         return None
     sums = n.args[0]
-    if match.is_call(sums, aten.cumsum.default) and match.argument(sums, "dim") % match.rank(sums) == match.rank(sums) - 2:
+    if (
+        match.is_call(sums, aten.cumsum.default)
+        and match.argument(sums, "dim") % match.rank(sums) == match.rank(sums) - 2
+    ):
         steps = sums.args[0]
         if not match.is_call(steps, aten.masked_fill.Scalar) or steps.args[2] != 0 or not _fills(steps.args[1], 0):
             return None
