@@ -2,7 +2,7 @@
 that spelling: an associative scan (what these models compile to), or token by token (--unrolled 1; keep --seq small,
 for Inductor's code grows with it).
 
-    python -m benchmarks.selective_scan [--rounds 3] [--seq 2048] [--channels 1536] [--state 16] [--unrolled 0]
+    python -m benchmarks.selective_scan [--clock wall] [--rounds 3] [--seq 2048] [--channels 1536] [--state 16] [--unrolled 0]
 
 Gradients and the result are not counted as memory of either, since both have them.
 """
@@ -17,7 +17,7 @@ from benchmarks import common
 def main() -> None:
     from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 
-    args = common.arguments(rounds=3, seq=2048, channels=1536, state=16, unrolled=0)
+    args = common.arguments(rounds=3, seq=2048, channels=1536, state=16, unrolled=0, clock="wall")
     torch.manual_seed(0)
     u, dt, z = (torch.randn(1, args.channels, args.seq) for _ in range(3))
     b, c = (torch.randn(1, args.state, args.seq) for _ in range(2))
@@ -37,9 +37,9 @@ def main() -> None:
         steps[backend]()
     common.header(
         f"selective scan, {args.seq} tokens, {args.channels} channels, states {args.state} wide, "
-        f"{'token by token' if args.unrolled else 'associative scan'}"
+        f"{'token by token' if args.unrolled else 'associative scan'}, {args.clock} time"
     )
-    times = common.interleaved(steps, args.rounds, warmup=0)
+    times = common.interleaved(steps, args.rounds, warmup=0, clock=args.clock)
     returned = sum(x.numel() * x.element_size() for x in (*inputs, grad))
     common.table(times, {name: common.peak_bytes(step, returned) for name, step in steps.items()}, "mindspeed")
 

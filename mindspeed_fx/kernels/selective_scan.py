@@ -271,16 +271,21 @@ def _backward(ctx, grad, grad_state, _grad_starts):
 torch.library.register_autograd("mindspeed::selective_scan", _backward, setup_context=_setup, lib=LIBRARY)
 
 
-_STRATEGIES = ((0, 0, 0, REPLICATED, PARTIAL, 0, 0), (1, 1, 3, 0, 0, REPLICATED, PARTIAL))
-"""(u and its like, the state, the states of chunks, what channels have, its gradient, B and C, their gradients): by
-batch; by channels. A sequence stays whole."""
+def _strategies(D):
+    """(the result, u and its like, their gradients, the state, states of chunks, A, its gradient, what else channels
+    have, its gradient, B and C, their gradients): by batch; by channels; without a skip by the width of the state. A
+    sequence stays whole."""
+    yield 0, 0, 0, 0, 0, REPLICATED, PARTIAL, REPLICATED, PARTIAL, 0, 0
+    yield 1, 1, 1, 1, 3, 0, 0, 0, 0, REPLICATED, PARTIAL
+    if D is None:
+        yield PARTIAL, REPLICATED, PARTIAL, 2, 2, 1, 1, REPLICATED, PARTIAL, 1, 1
 
 
 @selective_scan.shard
 def _sharding_rule(u, dt, A, B, C, D, z, bias, state, softplus):
     return [
-        ([rows, final, states], [rows, rows, own, shared, shared, own, rows, own, final])
-        for rows, final, states, own, _, shared, _ in _STRATEGIES
+        ([out, final, states], [rows, rows, rates, shared, shared, own, rows, own, final])
+        for out, rows, _, final, states, rates, _, own, _, shared, _ in _strategies(D)
     ]
 
 
@@ -291,10 +296,11 @@ def _sharding_rule_backward(grad, grad_state, starts, u, dt, A, B, C, D, z, bias
 
     return [
         (
-            [rows, rows, down, dshared, dshared, of(D, down), of(z, rows), of(bias, down), final],
-            [rows, final, states, rows, rows, own, shared, shared, own, rows, own, final],
+            [drows, drows, drates, dshared, dshared, of(D, down), of(z, drows), of(bias, down), final],
+            [REPLICATED if out == PARTIAL else out, final, states, rows, rows, rates, shared, shared, own, rows, own]
+            + [final],
         )
-        for rows, final, states, own, down, shared, dshared in _STRATEGIES
+        for out, rows, drows, final, states, rates, drates, own, down, shared, dshared in _strategies(D)
     ]
 
 

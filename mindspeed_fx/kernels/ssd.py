@@ -198,24 +198,26 @@ def _backward(ctx, grad, grad_state, _grad_starts):
 torch.library.register_autograd("mindspeed::ssd", _backward, setup_context=_setup, lib=LIBRARY)
 
 
-def _strategies(x, B):
-    """(x and its like, dt, the state, states of spans, A and D, their gradients, B and C, their gradients, the
-    gradient of dt): by batch; by heads, those that share B and C together; by the width of x. A sequence stays
-    whole."""
-    yield 0, 0, 0, 0, REPLICATED, PARTIAL, 0, 0, 0
+def _strategies(x, B, D):
+    """(the result, x, its gradient, dt, its gradient, the state, states of spans, A and D, their gradients, B and C,
+    their gradients): by batch; by heads, those that share B and C together; by the width of x; without a skip by that
+    of the state. A sequence stays whole."""
+    yield 0, 0, 0, 0, 0, 0, 0, REPLICATED, PARTIAL, 0, 0
     if B.shape[2] == 1:
-        yield 2, 2, 1, 2, 0, 0, REPLICATED, PARTIAL, 2
+        yield 2, 2, 2, 2, 2, 1, 2, 0, 0, REPLICATED, PARTIAL
     else:
         groups = 2 if B.shape[2] == x.shape[2] else Even(2)
-        yield 2, 2, 1, 2, 0, 0, groups, groups, 2
-    yield 3, REPLICATED, 2, 3, REPLICATED, PARTIAL, REPLICATED, PARTIAL, PARTIAL
+        yield 2, 2, 2, 2, 2, 1, 2, 0, 0, groups, groups
+    yield 3, 3, 3, REPLICATED, PARTIAL, 2, 3, REPLICATED, PARTIAL, REPLICATED, PARTIAL
+    if D is None:
+        yield PARTIAL, REPLICATED, PARTIAL, REPLICATED, PARTIAL, 3, 4, REPLICATED, PARTIAL, 3, 3
 
 
 @ssd.shard
 def _sharding_rule(x, dt, A, B, C, D, state, chunk=CHUNK):
     return [
-        ([rows, final, spans], [rows, steps, heads, groups, groups, heads, final])
-        for rows, steps, final, spans, heads, _, groups, _, _ in _strategies(x, B)
+        ([out, final, spans], [rows, steps, heads, groups, groups, heads, final])
+        for out, rows, _, steps, _, final, spans, heads, _, groups, _ in _strategies(x, B, D)
     ]
 
 
@@ -223,10 +225,10 @@ def _sharding_rule(x, dt, A, B, C, D, state, chunk=CHUNK):
 def _sharding_rule_backward(grad, grad_state, starts, x, dt, A, B, C, D, state, chunk=CHUNK):
     return [
         (
-            [rows, dsteps, dheads, dgroups, dgroups, REPLICATED if D is None else dheads, final],
-            [rows, final, spans, rows, steps, heads, groups, groups, heads, final],
+            [drows, dsteps, dheads, dgroups, dgroups, REPLICATED if D is None else dheads, final],
+            [REPLICATED if out == PARTIAL else out, final, spans, rows, steps, heads, groups, groups, heads, final],
         )
-        for rows, steps, final, spans, heads, dheads, groups, dgroups, dsteps in _strategies(x, B)
+        for out, rows, drows, steps, dsteps, final, spans, heads, dheads, groups, dgroups in _strategies(x, B, D)
     ]
 
 
