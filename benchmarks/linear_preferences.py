@@ -1,5 +1,5 @@
-"""Losses of preferences and of distillation from hidden states on CPU, forward and backward: written out on whole logits
-and compiled by Inductor, and ours in chunks.
+"""Losses of preferences and of distillation from hidden states on CPU, forward and backward: written out on whole
+logits and compiled by Inductor, and ours in chunks.
 
     python -m benchmarks.linear_preferences [--clock wall] [--rounds 3] [--vocab 128256] [--hidden 512] [--tokens 1024]
         [--losses grpo,dpo,jsd]

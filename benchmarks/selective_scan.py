@@ -2,7 +2,8 @@
 that spelling: an associative scan (what these models compile to), or token by token (--unrolled 1; keep --seq small,
 for Inductor's code grows with it).
 
-    python -m benchmarks.selective_scan [--clock wall] [--rounds 3] [--seq 2048] [--channels 1536] [--state 16] [--unrolled 0]
+    python -m benchmarks.selective_scan [--clock wall] [--rounds 3] [--seq 2048] [--channels 1536] [--state 16]
+        [--unrolled 0]
 
 Gradients and the result are not counted as memory of either, since both have them.
 """

@@ -1,7 +1,8 @@
 """Mamba-2's state space dual of Hugging Face's Mamba-2, Bamba, Falcon-H1 and others on CPU, forward and backward,
 beside Inductor on that spelling.
 
-    python -m benchmarks.ssd [--clock wall] [--rounds 5] [--seq 2048] [--heads 24] [--groups 1] [--dim 64] [--state 128] [--chunk 256]
+    python -m benchmarks.ssd [--clock wall] [--rounds 5] [--seq 2048] [--heads 24] [--groups 1] [--dim 64]
+        [--state 128] [--chunk 256]
 
 Gradients and the result are not counted as memory of either, since both have them.
 """
