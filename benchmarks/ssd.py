@@ -38,7 +38,7 @@ def main() -> None:
         f"state space dual, {args.seq} tokens, {args.heads} heads of width {args.dim}, {args.groups} groups, states "
         f"{args.state} wide, the model's chunks {args.chunk}, {args.clock} time"
     )
-    times = common.interleaved(steps, args.rounds, clock=args.clock)
+    times = common.interleaved(steps, args.rounds, warmup=1, clock=args.clock)
     returned = sum(x.numel() * x.element_size() for x in (*inputs, grad))
     common.table(times, {name: common.peak_bytes(step, returned) for name, step in steps.items()}, "mindspeed")
 

@@ -116,8 +116,8 @@ def _put(into: Tensor, tokens: slice, x: Tensor) -> None:
 
 def _first_state(final: Tensor, state: Tensor | None) -> Tensor:
     """The state at the start as [batch, n, channels]."""
-    given = final.new_zeros(()).expand(final.shape) if state is None else state.to(final.dtype)
-    return given.transpose(1, 2).contiguous()
+    start = final.new_zeros(()).expand(final.shape) if state is None else state.to(final.dtype)
+    return start.transpose(1, 2).contiguous()
 
 
 class _Chunk:
@@ -219,8 +219,8 @@ def selective_scan_backward(grad, grad_state, starts, u, dt, A, B, C, D, z, bias
             _put(into, tokens, part)
     dstate.copy_(dnow.transpose(1, 2))
     dA.copy_(total.t())
-    for given, into, part in ((D, dD, skip), (bias, dbias, shift)):
-        if given is not None:
+    for x, into, part in ((D, dD, skip), (bias, dbias, shift)):
+        if x is not None:
             into.copy_(part)
     return results
 

@@ -124,8 +124,8 @@ def ssd_backward(grad, grad_state, starts, x, dt, A, B, C, D, state, chunk=CHUNK
     sum_a, sum_d = A.new_zeros(A.shape, dtype=wide), A.new_zeros(A.shape, dtype=wide)
     sums = [y.new_zeros(y.shape, dtype=wide) for y in (B, C)]
     for heads in head_blocks(x, B):
-        given = starts.new_zeros(()).expand(dstate.shape) if grad_state is None else grad_state
-        dnow = _rows_of_state(given, heads, wide)
+        last = starts.new_zeros(()).expand(dstate.shape) if grad_state is None else grad_state
+        dnow = _rows_of_state(last, heads, wide)
         chunks = chunk_slices(x.shape[1], chunk)
         for span in reversed(range(starts.shape[1])):
             mine = [Chunk(heads, t, x, dt, A, B, C, wide) for t in chunks[span * SPAN : (span + 1) * SPAN]]

@@ -138,8 +138,8 @@ def _tokens(n: fx.Node, part: int, known: dict[fx.Node, Combined | None]) -> Com
 def _is_combination(call: fx.Node, body: fx.Node) -> bool:
     """Whether a body, batched over the first dimension, returns (a' a, a' b + b') of (a, b, a', b')."""
     graph = getattr(call.graph.owning_module, str(body.target)).graph
-    given = [n for n in graph.nodes if n.op == "placeholder"]
-    values: dict[Any, Any] = dict(zip(given, ("a", "b", "A", "B")))
+    arguments = [n for n in graph.nodes if n.op == "placeholder"]
+    values: dict[Any, Any] = dict(zip(arguments, ("a", "b", "A", "B")))
     for n in graph.nodes:
         if n.op != "call_function":
             continue
@@ -152,4 +152,4 @@ def _is_combination(call: fx.Node, body: fx.Node) -> bool:
             values[n] = (name, frozenset(values.get(x) for x in n.args))
     results = graph.output_node().args[0]
     decays, inputs = ("mul", frozenset("aA")), ("add", frozenset((("mul", frozenset("Ab")), "B")))
-    return len(given) == 4 and len(results) == 2 and [values.get(x) for x in results] == [decays, inputs]
+    return len(arguments) == 4 and len(results) == 2 and [values.get(x) for x in results] == [decays, inputs]
