@@ -14,6 +14,7 @@ from mindspeed_fx.errors import OptionError
 from mindspeed_fx.planning.user_script import build_model, failures, split_source
 from mindspeed_fx.report.answers.ask import QUESTIONS, answer_text, ask, find_question, list_text
 from mindspeed_fx.report.answers.base import Facts
+from mindspeed_fx.report.answers.forms import check
 from mindspeed_fx.report.terminal import show
 
 FORMS = {"level": "level", "bought": "without", "batch": "batch"}
@@ -85,6 +86,7 @@ def _graphs_of_model(
     from mindspeed_fx.report.answers.source import of_records
 
     path, function = split_source(source)
+    check(question, about)
     level = Options.parse(options).level
     model, args, kwargs = build_model(path, function)
     check_call("ask", args, kwargs)
@@ -93,8 +95,8 @@ def _graphs_of_model(
             return of_records(explain(model, *args, options=options, **kwargs).graphs, memory)
         graphs = modelling.model_step(model, args, kwargs, run_step, options)
         if question in FORMS and not (question == "level" and about == str(level)):
-            wanted = f"{FORMS[question]} {about}"
-            result = modelling.what_if(model, args, kwargs, run_step, options, [wanted], graphs)
+            wanted = [f"{FORMS[question]} {about}"]
+            result = modelling.what_if(model, args, kwargs, run_step, options, wanted, graphs)
             for graph in graphs:
                 graph.what_if = result
     return of_records(graphs, memory)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import json
+import re
 import types
 
 import pytest
@@ -20,6 +21,7 @@ from mindspeed_fx.report.answers.base import Change, Facts
 from mindspeed_fx.report.answers.step import parts_of
 from mindspeed_fx.report.facts import step_totals
 from tests.models import Llama, explain, tokens
+from tests.report.questions import MODELS, PAGE
 from tests.report.test_page import rank
 
 FORMS = ["level 0", "without norms", "batch 4"]
@@ -202,6 +204,18 @@ def test_command_report_and_page_give_one_answer(report, folder, capsys):
     assert cli.main(["ask", str(folder), "peak", "--json"]) == 0
     (values,) = json.loads(capsys.readouterr().out)
     assert values["lines"] == list(asked(report, "peak").lines)
+
+
+def test_the_page_of_documentation_has_the_answers_of_both_models(report):
+    """In form: every question as the command is called, its title, and the columns that the answer has today."""
+    blocks = re.findall(r"```text\n\$ mindspeed-fx ask (\w+) (\w+)(?: (\S+))?\n(.*?)```", PAGE.read_text(), re.S)
+    assert [(model, name) for model, name, _, _ in blocks] == [(m, q.name) for q in ask.QUESTIONS for m in MODELS]
+    asked_here = {"peak": "", "node": "swiglu_default", "level": "0", "bought": "", "step1": "", "approximated": ""}
+    heads = {name: " ".join(asked(report, name, about).head).split() for name, about in asked_here.items()}
+    for model, name, about, text in blocks:
+        lines = text.splitlines()
+        assert lines[0] == ask.find_question(name).title(about) and len(lines) > 1, (model, name)
+        assert name not in heads or heads[name] in [line.split() for line in lines], (model, name)
 
 
 def test_the_command_names_what_is_wrong(tmp_path, folder, capsys):

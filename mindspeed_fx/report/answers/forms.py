@@ -22,8 +22,7 @@ def level(facts: Facts, value: str) -> Answer:
 
 def bought(facts: Facts, family: str) -> Answer:
     """What one family of rewrites bought: measured where the step was, and modelled."""
-    if family and family not in FAMILIES:
-        raise OptionError(f"bought: no family {family!r}{nearest(family, FAMILIES)}; valid: {', '.join(FAMILIES)}")
+    check("bought", family)
     measured = facts.values.get("measured")
     rows = [f for f in (measured or {}).get("families", ()) if f["family"] == family]
     sites = sum(n for name, n in facts.values["counts"].items() if name in FAMILIES[family])
@@ -66,7 +65,8 @@ def batch(facts: Facts, value: str) -> Answer:
     capacity = facts.memory or int(SHARE * memory["capacity"])
     whose = "--memory" if facts.memory else f"{SHARE:.0%} of what {facts.values['effective']['hardware']} has"
     states = ADAM * memory["given"].get("elements", 0)
-    wanted = _whole("batch", value)
+    check("batch", value)
+    wanted = int(value)
     sizes = _sizes(forms)
     if not sizes:
         base = (memory["peak"] + sum(memory["given"].get(k, 0) for k in ("trainable", "other")), 0.0)
@@ -128,10 +128,9 @@ def _compared(facts: Facts, kind: str, value: str, words: str) -> Answer:
     """The step as it is and in the forms of one kind, and what the one that is asked for would cost."""
     forms, effective = facts.values.get("what_if"), facts.values["effective"]
     if kind == "level":
-        if (asked := _whole("level", value)) > 2:
-            raise OptionError(f"level: {value!r}; valid: 0, 1, 2")
-        if asked == effective.get("level"):
-            return Answer((f"it is compiled at level {asked}", *_missing_rows(forms)), *_rows(forms, kind))
+        check("level", value)
+        if int(value) == effective.get("level"):
+            return Answer((f"it is compiled at level {value}", *_missing_rows(forms)), *_rows(forms, kind))
     known = _variant(facts, kind, value)
     if forms is None or known is None:
         return Answer((_missing(kind, value),))
@@ -183,8 +182,15 @@ def _missing_rows(forms: Any) -> tuple[str, ...]:
     )
 
 
-def _whole(question: str, value: str) -> int:
-    if not value.isdigit() or (question == "batch" and not int(value)):
-        valid = "0, 1, 2" if question == "level" else "a whole number from 1 on"
-        raise OptionError(f"{question}: {value!r}; valid: {valid}")
-    return int(value)
+def check(question: str, about: str) -> None:
+    """Refuse what "level", "bought" or "batch" cannot be about.
+
+    Raises:
+        OptionError: with the valid ones.
+    """
+    if question == "bought" and about not in FAMILIES:
+        raise OptionError(f"bought: no family {about!r}{nearest(about, FAMILIES)}; valid: {', '.join(FAMILIES)}")
+    if question == "level" and about not in ("0", "1", "2"):
+        raise OptionError(f"level: {about!r}; valid: 0, 1, 2")
+    if question == "batch" and not (about.isdigit() and int(about)):
+        raise OptionError(f"batch: {about!r}; valid: a whole number from 1 on")
