@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mindspeed_fx.megatron import (
+    adaptive_memory,
     alibi,
     biases,
     capacity,
@@ -88,6 +89,8 @@ def add_parts(model: Any, args: Namespace) -> None:
         model.config.recompute_num_layers = recomputed.whole_layers(here)
     if getattr(args, "moe_zero_memory", "disable") != "disable":
         zero_memory.set_levels(model, args)
+    if getattr(args, "moe_adaptive_recompute_activation", False):
+        adaptive_memory.prepare(model, args)
     if getattr(args, "full_attention_interval", 0):
         _change_delta_nets(model)
     if getattr(args, "add_rmsnorm_offset", False):  # MindSpeed-LLM's weights start at one, Megatron's at zero

@@ -15,7 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_fx.megatron import checkpoint, collectives, dispatch, experts, patches, zero_experts, zero_memory
+from mindspeed_fx.megatron import (
+    adaptive_memory,
+    checkpoint,
+    collectives,
+    dispatch,
+    experts,
+    patches,
+    zero_experts,
+    zero_memory,
+)
 
 LAYER = "transformer.moe.moe_layer:MoELayer.forward"
 SINKHORN = "transformer.moe.moe_utils:sinkhorn"
@@ -53,6 +62,7 @@ def _forward(self: Any, hidden_states: Tensor, padding_mask: Tensor | None) -> T
     if dispatch.is_needed(self):
         summed = dispatch.routed(self, tokens, routing_map, probs, dropless)
     else:
+        adaptive_memory.choose(self, routing_map.sum(0))
         summed = (_dropless if dropless else _with_capacity)(self, tokens, routing_map, probs)
     summed = (summed if returned is None else summed + returned).view(hidden_states.shape)
     return summed if shared is None else summed + shared

@@ -36,6 +36,7 @@ from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
     rng,
     rope_scaling,
     rotary,
+    several_tensors,
     uneven,
     wide_norms,
     zero_experts,
@@ -140,6 +141,7 @@ def _everywhere() -> list[Patch]:
         ),
         *context_parallel.table(),
         *ripipe.table(),
+        *several_tensors.table(),
         Patch(
             groups.NCCL_OPTIONS,
             groups.get_nccl_options,

@@ -182,6 +182,14 @@ def _variable_lengths(args: Namespace) -> str:
     return "variable_seq_lengths = True, moe_token_dispatcher_type = alltoall, which no layer reads"
 
 
+def _several_tensors(args: Namespace) -> str:
+    if has_virtual_stages(args):
+        raise NotDone("Megatron's schedule of virtual stages sends one tensor; remove the virtual stages")
+    if get(args, "schedules_method"):
+        raise NotDone("--schedules-method beside it: MindSpeed takes one of the two")
+    return "a stage's list of tensors is sent, and its backward begins at all of them; hidden states alone by default"
+
+
 FLAGS = [
     word(
         "--num-layer-list",
@@ -262,10 +270,11 @@ FLAGS = [
     ),
     switch(
         "--use-multiparameter-pipeline-model-parallel",
-        REFUSED,
+        MEGATRON,
         "stages send several tensors",
-        "Megatron's stages send one tensor; remove the flag, and use --pipeline-model-parallel-size 1 where a model "
-        "sends more",
+        "the shapes are those that the model's provider writes to args.pipeline_tensor_shapes, of one type; without "
+        "virtual stages",
+        act=_several_tensors,
     ),
     switch(
         "--automated-pipeline",

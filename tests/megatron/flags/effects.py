@@ -550,6 +550,37 @@ MEMORY = {
         (f"--recompute-in-advance {WHOLE}", dict(error="give --num-layers-per-virtual-pipeline-stage")),
         (f"--recompute-in-advance {VIRTUAL}", dict(error="give --recompute-granularity full and method block")),
     ],
+    "--use-multiparameter-pipeline-model-parallel": [
+        ("--use-multiparameter-pipeline-model-parallel", dict(says="a stage's list of tensors is sent")),
+        (
+            "--use-multiparameter-pipeline-model-parallel --num-layers-per-virtual-pipeline-stage 1",
+            dict(error="remove the virtual stages"),
+        ),
+        (
+            "--use-multiparameter-pipeline-model-parallel --schedules-method dualpipev",
+            dict(error="--schedules-method beside it"),
+        ),
+    ],
+    "--moe-adaptive-recompute-activation": [
+        ("--moe-adaptive-recompute-activation --num-experts 4", dict(says="more than 2.0 times its share")),
+        ("--moe-adaptive-recompute-activation", dict(says="no effect without --num-experts")),
+        (
+            "--moe-adaptive-recompute-activation --num-experts 4 --moe-adaptive-recompute-activation-scale 0.0",
+            dict(error="a number above 0"),
+        ),
+        (
+            f"--moe-adaptive-recompute-activation --num-experts 4 --moe-zero-memory level0 {EXCHANGED}",
+            dict(error="--moe-zero-memory beside it"),
+        ),
+        (
+            f"--moe-adaptive-recompute-activation --num-experts 4 --moe-fb-overlap {NARROW} {EXCHANGED}",
+            dict(error="--moe-fb-overlap beside it"),
+        ),
+        (
+            "--moe-adaptive-recompute-activation --num-experts 4 --moe-token-dispatcher-type alltoall_seq",
+            dict(error="MindSpeed does not take it beside --moe-token-dispatcher-type alltoall_seq"),
+        ),
+    ],
     "--moe-zero-memory": [
         (f"--moe-zero-memory level0 {EXCHANGED}", dict(says="level0: experts keep their first product")),
         (f"--moe-zero-memory level1 {EXCHANGED} --recompute-granularity full", dict(says="not recomputed whole")),

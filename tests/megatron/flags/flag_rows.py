@@ -71,12 +71,9 @@ REFUSED = {
     "--num-layers-per-virtual-pipeline-stage": """
     --schedules-method=dualpipev
     """,
-    "--pipeline-model-parallel-size": """
-    --use-multiparameter-pipeline-model-parallel
-    """,
     "memory_budget": """
     --automated-pipeline --smart-swap --swap-layer-input --mla-swap-core-attn-out --mla-zero-memory
-    --adaptive-memory-optimization --adaptive-recompute-device-size=1 --moe-adaptive-recompute-activation
+    --adaptive-memory-optimization --adaptive-recompute-device-size=1
     --moe-unperm2-mem-optim-swap --compress-activation=some --compress-dense=level0
     """,
     "mindspeed-fx plan": """
