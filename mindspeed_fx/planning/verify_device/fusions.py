@@ -141,9 +141,9 @@ def _sorted(x: torch.Tensor, probs: torch.Tensor, weight: torch.Tensor, experts:
     k = experts.shape[1]
     order = experts.flatten().argsort(stable=True)
     rows = x[order // k] @ weight
-    there = torch.empty_like(rows)
-    there[order] = rows
-    return (there.view(*experts.shape, -1) * probs.unsqueeze(-1)).sum(1)
+    sorted_back = torch.empty_like(rows)
+    sorted_back[order] = rows
+    return (sorted_back.view(*experts.shape, -1) * probs.unsqueeze(-1)).sum(1)
 
 
 def _sorted_inputs(s: Size, dtype: torch.dtype) -> Inputs:
