@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from mindspeed_fx.arguments import check_file, check_output
 from mindspeed_fx.errors import nearest
+from mindspeed_fx.planning.ask_command import add_ask
 from mindspeed_fx.planning.calibrate.command import add_calibrate
 from mindspeed_fx.planning.explain_command import add_explain
 from mindspeed_fx.planning.tune.command import add_tune
@@ -71,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     shown = (_add_doctor, _add_passes, _add_flags, _add_cross)
     measured = (add_calibrate, add_verify_device)
-    for add in (add_explain, *shown, _add_plan, add_tune, *measured, _add_toolchain, _add_compare_dumps):
+    for add in (add_explain, add_ask, *shown, _add_plan, add_tune, *measured, _add_toolchain, _add_compare_dumps):
         add(commands)
     return parser
 
@@ -79,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_doctor(commands: Any) -> None:
     """The arguments of ``doctor``."""
     doctor = commands.add_parser("doctor", help="what is installed, which targets work, and why not")
-    doctor.add_argument("--json", action="store_true")
+    doctor.add_argument("--json", action="store_true", help="print the answer as JSON")
     doctor.set_defaults(run=_doctor)
 
 
@@ -196,7 +197,7 @@ def _add_toolchain(commands: Any) -> None:
         "components", nargs="*", metavar="COMPONENT", help="torch_npu, triton_ascend, torch_mlir; none means all"
     )
     toolchain.add_argument("--dir", help="where (default: $MINDSPEED_FX_TOOLCHAIN, else the user's cache directory)")
-    toolchain.add_argument("--json", action="store_true")
+    toolchain.add_argument("--json", action="store_true", help="print the answer as JSON")
     toolchain.set_defaults(run=_toolchain)
 
 

@@ -186,6 +186,37 @@ def _delta_rule(m: Maker) -> Losses:
         yield out**2 + final.sum(-2, keepdim=True)
 
 
+def _state_spaces(m: Maker) -> Losses:
+    b, s, n, d, h = m.b, m.s, m.n, m.d, m.h
+    steps, rates = m.rand(b, s, n, grad=True), (-m.rand(n)).requires_grad_()
+    for skip in (m.randn(n), None):
+        states = m.randn(b, n, d, d + 1) if skip is None else None
+        columns = m.randn(b, s, m.kv, d + 1), m.randn(b, s, m.kv, d + 1)
+        out, final, _ = ops.ssd(m.randn(b, s, n, d), steps, rates, *columns, skip, states, 4)
+        yield out**2 + final.sum(-1).unsqueeze(1)
+    for whole in (True, False):
+        channels = [m.randn(h), m.randn(b, h, s), m.randn(h)] if whole else [None, None, None]
+        arguments = m.randn(b, h, s), m.rand(b, h, s, grad=True), -m.randn(h, d, grad=False).abs()
+        states = None if whole else m.randn(b, h, d)
+        out, final, _ = ops.selective_scan(*arguments, m.randn(b, d, s), m.randn(b, d, s), *channels, states, whole)
+        yield out**2 + final.sum(-1, keepdim=True)
+    for bias in (m.randn(h), None):
+        yield ops.causal_conv1d(m.randn(b, h, s), m.randn(h, 4), bias, bias is None) ** 2
+
+
+def _preference_losses(m: Maker) -> Losses:
+    tokens, classes = m.b * m.s, 2 * m.h or 3
+    target = torch.randint(0, classes, (tokens,))
+    target[:1] = -100
+    hidden, head, bias = m.randn(tokens, m.h), m.randn(classes, m.h), m.randn(classes)
+    numbers = [m.randn(tokens, grad=False) for _ in range(4)]
+    yield ops.linear_grpo(hidden, head, bias, target, *numbers, beta=0.1)[0]
+    yield ops.linear_grpo(hidden, head, None, target, *numbers[:2], temperature=0.7)[0]
+    for beta in (0.0, 0.3, 1.0):
+        teacher = m.randn(tokens, m.d), m.randn(classes, m.d)
+        yield ops.linear_jsd(hidden, head, bias, *teacher, None, numbers[1], beta, 0.7)
+
+
 def _losses(m: Maker) -> Losses:
     tokens, classes = m.b * m.s, 2 * m.h or 3
     target = torch.randint(0, classes, (tokens,))
@@ -264,7 +295,9 @@ FAMILIES: dict[str, Callable[[Maker], Losses]] = {
     "parts of attention": _parts_of_attention,
     "attention in C++": _attention_in_cpp,
     "delta rule": _delta_rule,
+    "state spaces": _state_spaces,
     "losses": _losses,
+    "preference losses": _preference_losses,
     "experts": _experts,
     "inference": _inference,
     "products of cpu": _products_of_cpu,

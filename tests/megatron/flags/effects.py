@@ -70,7 +70,7 @@ MODEL = {
         (f"--spec {SPEC}.minimax_spec s --tensor-model-parallel-size 2", dict(error="on one rank")),
         (f"--spec {SPEC}.qwen3_next_spec layer_spec {DELTA}", dict(spec=None, linear_attention_freq=3)),
         (f"--spec {SPEC}.qwen3_next_spec layer_spec", dict(error="--full-attention-interval; give it")),
-        (f"--spec {SPEC}.phi35_moe_spec layer_spec", dict(error="phi35_moe_spec are not Megatron's own")),
+        (f"--spec {SPEC}.deepseek4_spec layer_spec", dict(error="deepseek4_spec are not Megatron's own")),
         ("--spec mine.layers spec", dict(spec=["mine.layers", "spec"])),
     ],
     "--rope-scaling-type": [
@@ -88,7 +88,10 @@ MODEL = {
         (f"{MLA} --rope-scaling-type yarn", dict(error="give --rope-scaling-original-max-position-embeddings")),
         (LLAMA3, dict(use_rope_scaling=True)),
         (LLAMA3.replace("8192", "4096"), dict(error="is fixed to")),
-        ("--rope-scaling-type plm", dict(error="Megatron has no such frequencies")),
+        ("--rope-scaling-type plm", dict(rope_type=None, says="plain")),
+        (f"--rope-scaling-type plm {MLA}", dict(rope_type="rope")),
+        ("--rope-scaling-type plm --kv-channels 8", dict(error="remove --kv-channels")),
+        ("--rope-scaling-type plm --rotary-percent 0.5", dict(error="remove --rotary-percent")),
         ("--rope-scaling-type longrope", dict(error="give --long-factor")),
         (f"{MLA} {LONGROPE}", dict(error="latent attention takes no such frequencies")),
         (f"{LONGROPE} --long-mscale 1.1", dict(error="give --long-mscale and --short-mscale, or neither")),
@@ -298,7 +301,6 @@ EXPERTS = {
             dict(moe_router_load_balancing_type="none", moe_router_pre_softmax=True, **UNGROUPED),
         ),
         (f"{PRE} softmax_topk --norm-topk-prob", dict(moe_router_pre_softmax=False)),
-        (f"{PRE} softmax_topk --moe-router-enable-expert-bias", dict(error="no expert bias")),
     ],
     f"{PRE} pai_megatron_aux_loss": [
         (
