@@ -52,8 +52,12 @@ ON_PURPOSE = {
     "mindspeed.linear_main_grad": ["main_grad", "weight"],  # the weight's gradient is added to main_grad
     "mindspeed.grouped_linear_main_grad": ["main_grads", "weights"],
     "mindspeed.add_to_main_grad": ["grad", "main_grad", "x"],  # which this does
+    "mindspeed.grouped_matmul_main_grad": ["main_grad", "weight"],  # as above, of all groups in one buffer
+    "mindspeed.grouped_matmul_add": ["grad", "out", "x"],
+    "mindspeed.ffn": ["bias1", "bias2", "weight1", "weight2", "x"],  # of inference, as upstream; ops.py refuses
+    "mindspeed.quant_grouped_matmul": ["per_token_scale", "scale"],
 }
-"""Operators of Megatron's gradient accumulation: what they give a gradient, they write."""
+"""Operators of gradient accumulation, which write what they would give a gradient, and of inference."""
 
 RAISES_OR_UNUSED = [
     "_npu_moe_token_unpermute",

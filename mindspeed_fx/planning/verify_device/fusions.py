@@ -327,6 +327,10 @@ FUSIONS = (
 
 
 WITHOUT_GRAPH = {
+    **dict.fromkeys(
+        ("fusion.causal_conv1d", "fusion.selective_scan", "fusion.ssd", "canonicalize.stacked_rows"),
+        "no graph of a state-space model is here yet: see the operator's own calls",
+    ),
     "canonicalize.npu_attention": "torch_npu's own call becomes another of its calls: see the kernels of attention",
     "canonicalize.varlen_attention": "torch's varlen_attn runs on cuda alone: see the operator varlen_attention",
 }
