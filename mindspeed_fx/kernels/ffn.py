@@ -97,17 +97,13 @@ def _cost(out, x, weight1, weight2, bias1, bias2, counts, activation):
 
 @ffn.shard
 def _sharding_rule(x, weight1, weight2, bias1, bias2, counts, activation):
-    """Rows without experts; columns of the second matrix; for an activation of single elements also the inner columns,
+    """Columns of the second matrix; rows, without experts; for an activation of single elements also the inner columns,
     whose results are sums."""
     experts = int(counts is not None)
-    biases = [b for b in (bias1, bias2) if b is not None]
-    ways = [([1 if experts else x.ndim - 1], [REPLICATED, REPLICATED, 1 + experts, *_bias_ways(bias1, bias2, experts)])]
+    columns = ([1 if experts else x.ndim - 1], [REPLICATED, REPLICATED, 1 + experts, REPLICATED, experts])
+    strategies = [columns]
     if not experts:
-        ways += [([d], [d, REPLICATED, REPLICATED, *[REPLICATED for _ in biases]]) for d in range(x.ndim - 1)]
+        strategies += [([d], [d, REPLICATED, REPLICATED, REPLICATED, REPLICATED]) for d in range(x.ndim - 1)]
     if activation in PLAIN and bias2 is None:
-        ways.append(([PARTIAL], [REPLICATED, 1 + experts, experts, *([experts] if bias1 is not None else [])]))
-    return ways
-
-
-def _bias_ways(bias1, bias2, experts):
-    return ([REPLICATED] if bias1 is not None else []) + ([experts] if bias2 is not None else [])
+        strategies.append(([PARTIAL], [REPLICATED, 1 + experts, experts, experts, REPLICATED]))
+    return strategies

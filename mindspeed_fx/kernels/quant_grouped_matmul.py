@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mindspeed_fx.compat.placements import REPLICATED
+from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.cost.operators import once
 from mindspeed_fx.kernels.base import operator
 
@@ -66,5 +66,6 @@ def _cost(out, x, weight, offsets, scale, per_token_scale, dtype):
 
 @quant_grouped_matmul.shard
 def _sharding_rule(x, weight, offsets, scale, per_token_scale, dtype):
-    """By column; a sum of parts that were rounded to ``dtype`` is another result."""
-    return [([1], [REPLICATED, 2, REPLICATED, 1, *([REPLICATED] if per_token_scale is not None else [])])]
+    """By column or by summand of every product, as :func:`grouped_matmul`."""
+    column = ([1], [REPLICATED, 2, REPLICATED, 1, REPLICATED])
+    return [column, ([PARTIAL], [1, 1, REPLICATED, REPLICATED, REPLICATED])]

@@ -91,8 +91,8 @@ def _calls(target: str, dtype: torch.dtype) -> Iterator[tuple[str, Operator, tup
             continue
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            made = operators.calls_of(family, SIZES, dtype)
-        for operator, args in made:
+            new_calls = operators.calls_of(family, SIZES, dtype)
+        for operator, args in new_calls:
             own = operator.name.removeprefix("mindspeed.")
             counts[own] = counts.get(own, 0) + 1
             yield f"{own} {counts[own]}", operator, tuple(args)
@@ -133,12 +133,12 @@ def _run_operator(operator: Operator, args: tuple[Any, ...], dtype: torch.dtype,
 def _run_kernel(
     operator: Operator, lowering: Lowering, args: tuple[Any, ...], dtype: torch.dtype, place: Place
 ) -> Outcome:
-    there = place.send(args)
-    reason = lowering.supports(*there)
+    sent = place.send(args)
+    reason = lowering.supports(*sent)
     if reason is not None:
         return Outcome(reason=reason)
     want, truth = _truth(operator, args)
-    have = _results(lowering.build, operator, there)
+    have = _results(lowering.build, operator, sent)
     place.wait()
     return outcome_of(compare(have, want, truth, dtype))
 
@@ -167,9 +167,9 @@ def _run_fusion(fusion: Fusion, dtype: torch.dtype, place: Place) -> Outcome:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         inputs = fusion.inputs(fusions.SMALL, dtype)
-    there = place.send(inputs)
+    sent = place.send(inputs)
     with dynamo.recompiling(), recorder.collecting() as graphs:
-        have, grads = step(compiled(fusion, place), there)
+        have, grads = step(compiled(fusion, place), sent)
     place.wait()
     count = sum(g.counts.get(fusion.name, 0) for g in graphs)
     if not count:
@@ -178,7 +178,7 @@ def _run_fusion(fusion: Fusion, dtype: torch.dtype, place: Place) -> Outcome:
         ] + [n for g in graphs for r in g.runs if r.report.name == fusion.name for n in r.report.notes]
         return Outcome(problem=f"the pass did nothing: {'; '.join(reasons) or 'no reason is told'}")
     if fusion.is_random:
-        x, bias, residual = (t.detach() for t in there)
+        x, bias, residual = (t.detach() for t in sent)
         grad = grads[0] / torch.linspace(0.5, 1.5, have[0].numel(), dtype=dtype, device=place.device).view_as(grads[0])
         return Outcome(problem=fusions.kept_alike(have[0], grad, x + bias, residual), detail={"sites": count})
     want = step(fusion.function, inputs)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from mindspeed_fx.compat import npu as npu_compat
 from mindspeed_fx.cost.collectives import collective_seconds
+from mindspeed_fx.kernels.base import find
 from mindspeed_fx.kernels.npu import missing
 from mindspeed_fx.planning.calibrate.timing import clock, summarize
 from mindspeed_fx.planning.verify_device.checks import Check, Outcome, outcome_of
@@ -112,9 +113,51 @@ def checks(target: str, dtypes: tuple[torch.dtype, ...]) -> Iterator[Check]:
             run = functools.partial(_run, kind, dtype)
             yield Check("collective", kind, str(dtype).removeprefix("torch."), run)
     for dtype in dtypes:
+        for name in OPERATORS:
+            yield Check(
+                "collective", name, str(dtype).removeprefix("torch."), functools.partial(_run_ranked, name, dtype)
+            )
         for name in FUSED if target == "npu" else ():
             run = functools.partial(_run_fused, name, dtype)
             yield Check("collective", f"npu::{name}", str(dtype).removeprefix("torch."), run)
+
+
+def _layer_end(rows: Parts, weights: Parts, group: str, rank: int | None) -> tuple[tuple, list[torch.Tensor]]:
+    """Arguments on ``rank``, and what every rank gets."""
+    n = weights[0].shape[1]
+    residual, gamma = rows[0][:, :n] * 2, weights[0][0].abs()
+    y = _sum([x @ w for x, w in zip(rows, weights)]) + residual
+    own = () if rank is None else (rows[rank], weights[rank], residual, gamma, group, 1e-6, None)
+    return own, [y, torch.nn.functional.rms_norm(y, (n,), gamma, 1e-6)]
+
+
+def _pairs(rows: Parts, weights: Parts, group: str, rank: int | None) -> tuple[tuple, list[torch.Tensor]]:
+    half = rows[0].shape[0] // 2
+    own = () if rank is None else ([rows[rank], rows[rank][:half]], [weights[rank]] * 2, [], group)
+    return own, [_sum([x @ w for x, w in zip(rows, weights)]), _sum([x[:half] @ w for x, w in zip(rows, weights)])]
+
+
+OPERATORS: dict[str, Callable[..., tuple[tuple, list[torch.Tensor]]]] = {
+    "mindspeed.mm_all_reduce_add_rms_norm": _layer_end,
+    "mindspeed.grouped_mm_all_reduce": _pairs,
+}
+"""Our operators that communicate: their arguments on a rank and what every rank gets."""
+
+
+def _run_ranked(name: str, dtype: torch.dtype, place: Place) -> Outcome:
+    """The operator, or the first kernel of the target that takes it."""
+    rows, weights = ([p / 8 for p in _parts(dtype, 16, 16)] for _ in range(2))
+    call = OPERATORS[name]
+    args, want = call(rows, weights, dist.group.WORLD.group_name, dist.get_rank())
+    _, truth = call([x.double() for x in rows], [w.double() for w in weights], "", None)
+    operator = find(getattr(torch.ops.mindspeed, name.removeprefix("mindspeed.")).default)
+    sent = place.send(args)
+    kernel, _ = operator.choose(place.target, sent, {})
+    have = (kernel.build if kernel else operator.overload)(*sent)
+    place.wait()
+    return outcome_of(
+        compare(list(have), want, truth, dtype), kernel=kernel.kernel if kernel else "the operator itself"
+    )
 
 
 def _parts(dtype: torch.dtype, *shape: int) -> Parts:

@@ -141,9 +141,9 @@ def _sorted(x: torch.Tensor, probs: torch.Tensor, weight: torch.Tensor, experts:
     k = experts.shape[1]
     order = experts.flatten().argsort(stable=True)
     rows = x[order // k] @ weight
-    there = torch.empty_like(rows)
-    there[order] = rows
-    return (there.view(*experts.shape, -1) * probs.unsqueeze(-1)).sum(1)
+    sorted_back = torch.empty_like(rows)
+    sorted_back[order] = rows
+    return (sorted_back.view(*experts.shape, -1) * probs.unsqueeze(-1)).sum(1)
 
 
 def _sorted_inputs(s: Size, dtype: torch.dtype) -> Inputs:
@@ -327,6 +327,10 @@ FUSIONS = (
 
 
 WITHOUT_GRAPH = {
+    **dict.fromkeys(
+        ("fusion.causal_conv1d", "fusion.selective_scan", "fusion.ssd", "canonicalize.stacked_rows"),
+        "no graph of a state-space model is here yet: see the operator's own calls",
+    ),
     "canonicalize.npu_attention": "torch_npu's own call becomes another of its calls: see the kernels of attention",
     "canonicalize.varlen_attention": "torch's varlen_attn runs on cuda alone: see the operator varlen_attention",
 }

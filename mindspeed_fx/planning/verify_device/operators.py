@@ -271,9 +271,8 @@ def _inference(m: Maker) -> Losses:
     counts = [tokens // 2, tokens - tokens // 2]
     weights = m.randn(2, m.h, inner, grad=False), m.randn(2, inner, m.d, grad=False)
     ops.ffn(m.randn(tokens, m.h, grad=False), *weights, None, m.randn(2, m.d, grad=False), counts, "relu")
-    narrow = (torch.randint(-127, 128, shape, dtype=torch.int8) for shape in ((tokens, m.h), (2, m.h, m.d)))
-    rows, matrices = narrow
-    offsets, scale = torch.tensor([tokens // 2, tokens]), torch.rand(2, m.d)
+    rows, matrices = (torch.randint(-127, 128, shape, dtype=torch.int8) for shape in ((tokens, m.h), (3, m.h, m.d)))
+    offsets, scale = torch.tensor([min(1, tokens), min(1, tokens), tokens]), torch.rand(3, m.d)
     for of_tokens in (torch.rand(tokens), None):
         ops.quant_grouped_matmul(rows, matrices, offsets, scale, of_tokens, m.dtype)
     return iter(())

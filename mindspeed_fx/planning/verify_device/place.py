@@ -39,8 +39,8 @@ class Place:
         own = x.detach()
         for dim, (size, stride) in enumerate(zip(x.shape, x.stride())):
             own = own.narrow(dim, 0, 1) if stride == 0 and size > 1 else own
-        there = torch.empty_strided(own.shape, own.stride(), dtype=x.dtype, device=self.device).copy_(own)
-        return there.expand(x.shape).requires_grad_(x.requires_grad)
+        copy = torch.empty_strided(own.shape, own.stride(), dtype=x.dtype, device=self.device).copy_(own)
+        return copy.expand(x.shape).requires_grad_(x.requires_grad)
 
     def wait(self) -> None:
         """Until all that was given to the device is done, so that an error belongs to the check that made it."""

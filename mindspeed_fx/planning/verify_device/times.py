@@ -57,9 +57,9 @@ def _time_fusion(fusion: Fusion, size: fusions.Size, dtype: torch.dtype, place: 
 def _time_family(family: str, sizes: tuple[int, int, int, int, int, int], dtype: torch.dtype, place: Place) -> Outcome:
     """The first call of each operator of a family; each kernel of the target beside the reference in ATen."""
     with torch.device(place.device):
-        made = operators.calls_of(family, sizes, dtype)
+        new_calls = operators.calls_of(family, sizes, dtype)
     first: dict[str, tuple[Operator, list[Any]]] = {}
-    for operator, args in made:
+    for operator, args in new_calls:
         first.setdefault(operator.name, (operator, args))
     rows = []
     for operator, args in first.values():

@@ -60,7 +60,7 @@ def activation_cases(dtype: torch.dtype) -> Iterator[Call]:
     yield "activation-squared", ops.activation, (x, "squared_relu"), "aten relu and product"
     yield "activation_backward-squared", ops.activation_backward, (grad, x, "squared_relu"), "aten relu and products"
     packed = normal(3, 5, 16, dtype=dtype)
-    for alpha, (given, up), interleaved in itertools.product((1.702, 1.0), ((packed, None), (x, x + 1)), (False, True)):
+    for alpha, (gate, up), interleaved in itertools.product((1.702, 1.0), ((packed, None), (x, x + 1)), (False, True)):
         if up is not None and interleaved:
             continue
         name, settings = f"{alpha}-{'packed' if up is None else 'two'}-{interleaved}", (alpha, 0.7, 1.0, interleaved)
@@ -68,13 +68,13 @@ def activation_cases(dtype: torch.dtype) -> Iterator[Call]:
         yield (
             f"clipped_swiglu-{name}",
             ops.clipped_swiglu,
-            (given, up, *settings),
+            (gate, up, *settings),
             "npu_fast_gelu, aten clamps and products" if quick else "aten clamps, sigmoid and products",
         )
         yield (
             f"clipped_swiglu_backward-{name}",
             ops.clipped_swiglu_backward,
-            (grad, given, up, *settings),
+            (grad, gate, up, *settings),
             "npu_fast_gelu and its backward, aten clamps and products"
             if quick
             else "aten clamps, sigmoid and products",
