@@ -7,7 +7,7 @@ unfused ones are, or, where our own products make them, not rounded. What happen
 
 from __future__ import annotations
 
-from typing import Iterator, Sequence
+from typing import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ def run_in_chunks(
     softcap: float,
     upstream: Tensor | float,
     needed: Sequence[bool],
+    upstream_of: Callable[[slice | Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Losses, and the gradients of sum(upstream * losses).
 
@@ -38,6 +39,7 @@ def run_in_chunks(
         target: [tokens], int64.
         upstream: [tokens], or one number for all.
         needed: which gradients to compute: of hidden, weight, bias.
+        upstream_of: gives, from which tokens a chunk has and their losses, what their gradients are multiplied with.
 
     Returns:
         losses [tokens] in the accumulation type, zero where ignored; gradients, None where not needed, those of weight
@@ -57,6 +59,8 @@ def run_in_chunks(
         for at in _rows(target, ignore_index, vocab, chunk.rows):
             x = hidden[at]
             d, losses[at] = chunk(x, target[at], None if per_token is None else per_token[at])
+            if upstream_of is not None and d is not None:
+                d = d.mul_(upstream_of(at, losses[at]).unsqueeze(1))
             if dbias is not None:
                 dbias.add_(d.sum(0, dtype=wide), alpha=scale)
             if dhidden is not None:

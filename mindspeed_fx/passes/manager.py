@@ -43,6 +43,8 @@ class Entry(NamedTuple):
 # fmt: off
 PASSES = (
     Entry("fusion.gated_delta_rule",             "captured",    1, CLOSE, "chunks whole, before norms are read"),
+    Entry("fusion.ssd",                          "captured",    1, CLOSE, "chunks whole, before norms are read"),
+    Entry("fusion.selective_scan",               "captured",    1, CLOSE, "states whole, before others read products"),
     Entry("fusion.grouped_matmul",               "captured",    1, CLOSE, "products per expert stay whole below"),
     Entry("fusion.moe_permute",                  "captured",    1, CLOSE, "sorted tokens, before others misread them"),
     Entry("fusion.gathered_experts",             "captured",    1, CLOSE, "weights per token, which moe_permute left"),
@@ -59,6 +61,8 @@ PASSES = (
     Entry("fusion.dropout_add",                  "captured",    1, EXACT, "after norms: an addition is joined once"),
     Entry("fusion.qk_norm_rope",                 "captured",    1, CLOSE, "joins the rms_norm and rope found above"),
     Entry("canonicalize.silu",                   "captured",    1, CLOSE, "after clipped_swiglu, for swiglu"),
+    Entry("fusion.causal_conv1d",                "captured",    1, CLOSE, "after silu, which it takes in"),
+    Entry("canonicalize.stacked_rows",           "captured",    1, CLOSE, "rows at once, for softmax and losses"),
     Entry("canonicalize.softmax",                "captured",    1, CLOSE, "one softmax for attention and for losses"),
     Entry("fusion.attention",                    "captured",    1, CLOSE, "reads scores around the softmax"),
     Entry("fusion.cross_entropy",                "captured",    1, CLOSE, "picked log-probabilities of the softmax"),

@@ -306,8 +306,8 @@ PREDICT = [
     row("predict: lora -1", predict(run={**RUN, "lora": -1}), "lora is -1"),
     row(
         "predict: pp of more layers",
-        predict({"layers": 2, "hidden": 8, "heads": 2, "vocab": 8, "ffn": 8}, {**RUN, "pp": 4}),
-        "pp=4",
+        predict({"layers": 2, "hidden": 8, "heads": 2, "vocab": 8, "ffn": 8}, {**RUN, "pp": 8}),
+        "pp=8",
         "2 layers",
     ),
     row("predict: hardware", predict(hardware="h1000"), '"hardware"', "'h1000'", "h100"),

@@ -262,3 +262,55 @@ def test_settings_of_a_launch():
     assert (run.tp, run.pp, run.vpp, run.dp, run.microbatches, run.zero) == (2, 4, 4, 1, 32, 1)
     assert (run.recompute, run.recompute_layers, run.fused) == ("full", 1, ("attention",))
     assert run.overlap_gradients and not run.overlap_parameters and run.precision == "bfloat16"
+
+
+def test_what_a_chain_hands_on_stays_in_a_cache_that_holds_it():
+    """An unfused norm of 4096 x 4096 lives in the 192 MiB of a 910B, one of four times the rows does not; the gain of
+    fusing it is what the cache does not take."""
+    lean, chain = (
+        dataclasses.replace(RUN, fused=f)
+        for f in (("attention", "swiglu", "rope", "rms_norm"), ("attention", "swiglu", "rope"))
+    )
+
+    def extra(microbatch, device="ascend910b2"):
+        runs = (dataclasses.replace(r, microbatch=microbatch) for r in (lean, chain))
+        fused, unfused = (predict(LLAMA, r, device).parts["vector"] for r in runs)
+        return unfused - fused  # of the whole batch
+
+    assert extra(4) > 2 * extra(1)
+    assert extra(4, "h100") == pytest.approx(extra(1, "h100"), rel=0.1)  # without a rate for its cache
+
+
+def test_products_that_add_to_float32_gradients_move_them():
+    fused, plain = (
+        predict(LLAMA, dataclasses.replace(RUN, fused=f), "ascend910b2").parts["gradients"]
+        for f in (("attention", "matmul_add"), ("attention",))
+    )
+    assert fused / plain == pytest.approx(8 / 10, abs=0.02)
+
+
+def test_collectives_in_n_pieces_wait_for_one_of_them():
+    base = dataclasses.replace(RUN, tp=8, pp=1)
+    waits = [
+        predict(LLAMA, dataclasses.replace(base, overlap_tp=on, tp_chunks=n), "ascend910b2").parts["tp"]
+        for on, n in ((False, 0), (True, 1), (True, 2), (True, 4), (True, 0))
+    ]
+    assert waits == sorted(waits, reverse=True) and waits[0] == waits[1]
+    whole, half, quarter, least = waits[0], *waits[2:]
+    assert half - least == pytest.approx((whole - least) / 2) and quarter - least == pytest.approx((whole - least) / 4)
+    flags = ["--seq-length", "4096", "--use-ascend-coc", "--coc-parallel-num", "4", "--tensor-model-parallel-size", "8"]
+    assert settings_from_flags(flags, devices=8).hidden_tp == 0.75
+
+
+def test_gradients_of_virtual_stages_are_sent_behind_the_passes_that_follow():
+    """Of two virtual stages the one that ends first has a whole pass of the other behind it."""
+    slow = dataclasses.replace(RUN, devices=16, tp=1, pp=2, batch=64, overlap_gradients=True)
+    one, two = (predict(LLAMA, dataclasses.replace(slow, vpp=v), "ascend910b2").parts["dp"] for v in (1, 4))
+    assert two <= one
+
+
+def test_stages_may_count_embedding_and_head_as_layers():
+    run = dict(devices=1024, sequence=8192, tp=8, pp=16, vpp=8, batch=64, zero=1)
+    assert predict("llama3-405b", run, "h100").seconds > 0
+    with pytest.raises(OptionError, match="pp=16 x vpp=9 stages, and the model has 126 layers"):
+        predict("llama3-405b", {**run, "vpp": 9}, "h100")

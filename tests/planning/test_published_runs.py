@@ -4,6 +4,7 @@ The rows, with their sources, are in ``published_ascend.csv`` and ``published_gp
 that the constants are fitted to.
 """
 
+import dataclasses
 import statistics
 from pathlib import Path
 
@@ -74,3 +75,20 @@ def test_what_a_fit_changes_changes_the_device(group):
     low, high = (with_values(name, parameters, np.log([p.prior * f for p in parameters])) for f in (0.5, 0.9))
     assert low[0].matrix_efficiency < high[0].matrix_efficiency and low[0].launch < high[0].launch
     assert low[0].tiers[0].efficiency < high[0].tiers[0].efficiency and low[1].host < high[1].host
+
+
+def test_gains_of_single_features_are_those_that_their_pages_claim(capsys):
+    path = str(HERE / "published_gains.csv")
+    misses = published_runs.print_gains(path, read_cases(path))
+    out = capsys.readouterr().out
+    assert len(misses) == 10 and "no run of" not in out and "sign right in 10 of 10" in out
+    assert statistics.median(misses) <= 2.0, out
+
+
+def test_a_run_that_the_model_refuses_is_named_and_the_others_are_predicted(tmp_path):
+    head, row, *_ = (HERE / "published_ascend.csv").read_text().splitlines()
+    (tmp_path / "t.csv").write_text("\n".join((head, row, row)))
+    first, second = cases = read_cases(str(tmp_path / "t.csv"))
+    first.run = dataclasses.replace(first.run, tp=1, pp=first.run.devices, vpp=99)
+    assert [r.case for r in published_runs.predict_all(cases, [], leave_out=False)] == [second]
+    assert first.reason.startswith("refused: settings: pp=") and "layers" in first.reason

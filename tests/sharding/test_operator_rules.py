@@ -10,8 +10,8 @@ import torch
 from mindspeed_fx.compat.placements import Even, is_even
 from mindspeed_fx.kernels import REGISTRY
 from mindspeed_fx.kernels.sharding import register_sharding_rules, strategies
+from mindspeed_fx.planning.verify_device.operators import calls
 from tests.sharding.exhaust import missing_ways, wrong_ways
-from tests.sharding.operator_cases import calls
 
 EVEN, UNEVEN, ONE_KEY_HEAD, OWN_KEYS = (4, 4, 4, 2, 4, 4), (3, 5, 6, 3, 4, 6), (2, 3, 4, 1, 4, 6), (4, 4, 3, 3, 4, 4)
 
@@ -51,10 +51,10 @@ def given() -> list[tuple]:
 def _by_size() -> list:
     """Names of the operators; those with tens of thousands of placements are slow."""
     names = sorted(o.name for o in REGISTRY.values() if not o.name.endswith("_triton"))
-    many = ("attention", "delta_rule")
+    many = ("attention", "delta_rule", "ssd", "selective_scan", "linear_jsd", "linear_grpo")
+    ends = ("_backward", "_total", ".ssd", ".selective_scan")
     return [
-        pytest.param(n, marks=pytest.mark.slow) if any(m in n for m in many) and n.endswith("_backward") else n
-        for n in names
+        pytest.param(n, marks=pytest.mark.slow) if any(m in n for m in many) and n.endswith(ends) else n for n in names
     ]
 
 

@@ -24,6 +24,7 @@ NUMBERS = (
     "--num-virtual-stages-per-pipeline-rank",
     "--recompute-num-layers",
     "--lora-r",
+    "--coc-parallel-num",
 )
 SWITCHES = {
     "--overlap-grad-reduce": "overlap_gradients",
@@ -65,6 +66,8 @@ def settings_from_flags(flags: Sequence[str], devices: int) -> Settings:
     if texts.get("--recompute-method") == "block":
         values["recompute_layers"] = int(texts.get("--recompute-num-layers") or 0)
     algorithm = texts.get("--context-parallel-algo", "")
+    if "--use-ascend-coc" in texts:
+        values["tp_chunks"] = int(texts.get("--coc-parallel-num") or 1)
     values["cp_kind"] = next((kind for word, kind in CP_KINDS.items() if algorithm.startswith(word)), "ring")
     values["dispatcher"] = "allgather" if texts.get("--moe-token-dispatcher-type") == "allgather" else "alltoall"
     sharded = "--use-custom-fsdp" in texts or "--use-torch-fsdp2" in texts

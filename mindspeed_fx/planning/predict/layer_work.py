@@ -22,6 +22,10 @@ class Kernel:
     part: str
     cost: Cost
     times: float = 1.0
+    chained: float = 0.0
+    """Bytes of ``cost`` between the kernels of a chain: written by one, read by the next."""
+    alive: float = 0.0
+    """Bytes of the chain's tensors that are alive at once: where a cache holds them, ``chained`` stay in it."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +36,8 @@ class Message:
     nbytes: float
     group: str
     """Dimension of the mesh: "tp", "cp", "ep", "dp", "expert_dp", "pp"."""
-    hidden: bool = False
-    """Whether kernels run meanwhile."""
+    hidden: float = 0.0
+    """Share that is sent while kernels run."""
 
 
 @dataclass
@@ -46,12 +50,13 @@ class Work:
     def add(self, part: str, cost: Cost, times: float = 1.0) -> None:
         self.kernels.append(Kernel(part, cost, times))
 
-    def send(self, part: str, kind: str, nbytes: float, group: str, hidden: bool = False) -> None:
+    def send(self, part: str, kind: str, nbytes: float, group: str, hidden: float = 0.0) -> None:
         self.messages.append(Message(part, kind, nbytes, group, hidden))
 
-    def stream(self, part: str, nbytes: float, launches: int = 1) -> None:
+    def stream(self, part: str, nbytes: float, launches: int = 1, chained: float = 0.0, alive: float = 0.0) -> None:
         """Pointwise kernels that move ``nbytes`` in all."""
-        self.add(part, Cost(read=nbytes / 2, write=nbytes / 2, launches=launches))
+        cost = Cost(read=nbytes / 2, write=nbytes / 2, launches=launches)
+        self.kernels.append(Kernel(part, cost, chained=chained, alive=alive))
 
     @property
     def launches(self) -> float:
@@ -75,9 +80,15 @@ UNFUSED = {
 """Of 16-bit activations, counted from Megatron-core's modules: an unfused RMSNorm casts, squares, averages, scales,
 casts back and multiplies; RoPE multiplies by cosine and sine, turns halves and adds; SwiGLU splits, activates and
 multiplies. An element of SwiGLU is one of its output."""
-SOFTMAX_BYTES = (16, 20)
-"""Bytes of each score of unfused attention, forward and backward: written and read by the products, bias or scale, one
-fused softmax, dropout; their gradients. Counted from Megatron's dot-product attention with masked-softmax fusion."""
+ALIVE = {"rms_norm": 8, "layer_norm": 4, "rope": 6, "swiglu": 8, "gelu": 4}
+"""Bytes of each element of what a kernel of such a chain reads and writes: float32 in and out of a norm, two operands
+and a result of a rotation, both halves and two results of a SwiGLU."""
+SOFTMAX_BYTES = (4, 6)
+"""Bytes of each score that unfused attention moves beside its products, forward and backward: one kernel scales, masks
+and divides (Megatron's masked-softmax fusion, torch_npu's npu_scaled_masked_softmax), one does the gradient."""
+ACCUMULATED_BYTES = (8, 10)
+"""Bytes of each gradient of a weight that is added to float32: by the product itself, which reads and writes the sum,
+and by a kernel behind it, which reads 16 bits beside."""
 LOSS_BYTES = (34, 14)
 """Bytes of each logit in Megatron's vocabulary-parallel cross-entropy, forward and backward: cast to float32, maximum,
 difference, exponential, sum, division; gradient and cast back."""
@@ -104,8 +115,9 @@ class LayerBuilder:
         work.backward.add(part, self._matmul(m, k, n))
         if trained and not self.run.lora:
             work.backward.add(part, self._matmul(k, n, m))
-            if "matmul_add" not in self.run.fused and self.run.float32_gradients:
-                work.backward.stream("gradients", 10 * n * k)
+            if self.run.float32_gradients:
+                fused = "matmul_add" in self.run.fused
+                work.backward.stream("gradients", ACCUMULATED_BYTES[not fused] * n * k, launches=0 if fused else 1)
 
     def _matmul(self, m: float, n: float, k: float) -> Cost:
         m, n, k = (max(1, int(x)) for x in (m, n, k))
@@ -113,12 +125,11 @@ class LayerBuilder:
         return product(Spec((m, n), dtype, width), k, Spec((m, k), dtype, width), Spec((k, n), dtype, width))
 
     def pointwise(self, work: LayerWork, name: str, elements: float, forward_only: bool = False) -> None:
-        unfused = 0 if name in self.run.fused else 2
-        (nbytes, count), (back, back_count) = UNFUSED[name][unfused], UNFUSED[name][unfused + 1]
-        scale = self.size / 2
-        work.forward.stream("vector", nbytes * elements * scale, count)
-        if not forward_only:
-            work.backward.stream("vector", back * elements * scale, back_count)
+        fused, own = UNFUSED[name][:2], UNFUSED[name][:2] if name in self.run.fused else UNFUSED[name][2:]
+        scale = elements * self.size / 2
+        for phase, (nbytes, count), (least, _) in zip((work.forward, work.backward), own, fused):
+            if phase is work.forward or not forward_only:
+                phase.stream("vector", nbytes * scale, count, (nbytes - least) * scale, ALIVE[name] * scale)
 
     def _norm(self, work: LayerWork, elements: float) -> None:
         self.pointwise(work, "rms_norm" if self.model.norm == "rms" else "layer_norm", elements)
@@ -134,7 +145,7 @@ class LayerBuilder:
         nbytes = self.tokens * width * self.size
         if self.run.tp == 1:
             return
-        hidden = self.run.overlap_tp
+        hidden = self.run.hidden_tp
         if self.run.sequence_parallel:
             work.forward.send("tp", "all_gather", nbytes, "tp", hidden)
             work.backward.send("tp", "all_gather", nbytes, "tp", True)
@@ -147,7 +158,7 @@ class LayerBuilder:
         nbytes = self.tokens * width * self.size
         if self.run.tp == 1:
             return
-        hidden = self.run.overlap_tp
+        hidden = self.run.hidden_tp
         if self.run.sequence_parallel:
             work.forward.send("tp", "reduce_scatter", nbytes, "tp", hidden)
             work.backward.send("tp", "all_gather", nbytes, "tp", hidden)

@@ -78,7 +78,8 @@ def predict(model: Any, run: "Settings | dict[str, Any]", hardware: "str | Hardw
         OptionError: unknown names, or sizes that do not divide each other.
     """
     shape, run, hw = architecture(model), settings(run), device(hardware)
-    if run.pp * run.vpp > shape.layers + shape.mtp_layers:
+    # Embedding and head may each be a layer of the layout, as in Llama 3 405B: 126 layers on 128 stages.
+    if run.pp * run.vpp > shape.layers + shape.mtp_layers + 2:
         raise OptionError(f"settings: pp={run.pp} x vpp={run.vpp} stages, and the model has {shape.layers} layers")
     constants = training_constants(hw)
     timing = time_step(shape, run, step_work(shape, run), hw, constants)

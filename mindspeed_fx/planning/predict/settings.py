@@ -62,6 +62,8 @@ class Settings:
     overlap_parameters: bool = False
     overlap_tp: bool = False
     """Products and collectives of tensor parallelism in pieces (CoC, MC2, async TP)."""
+    tp_chunks: int = 0
+    """How many pieces: of n, one waits for the other side (CoC's --coc-parallel-num); 0: so many that none counts."""
     precision: str = "bfloat16"
     float32_gradients: bool = True
     reuse_float32: bool = False
@@ -101,6 +103,11 @@ class Settings:
     @property
     def expert_tp(self) -> int:
         return self.etp or self.tp
+
+    @property
+    def hidden_tp(self) -> float:
+        """Share of the messages beside products that is sent while they run."""
+        return 0.0 if not self.overlap_tp else 1 - 1 / self.tp_chunks if self.tp_chunks else 1.0
 
     @property
     def microbatches(self) -> int:

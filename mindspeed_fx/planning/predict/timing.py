@@ -12,15 +12,17 @@ them. Where the host launches kernels more slowly than the device runs them, the
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import defaultdict
 from dataclasses import dataclass, field
 
 from mindspeed_fx.cost.collectives import collective
 from mindspeed_fx.cost.device import Hardware
+from mindspeed_fx.cost.operators import Cost
 from mindspeed_fx.cost.training import TrainingConstants
 from mindspeed_fx.planning.predict.architecture import Architecture
-from mindspeed_fx.planning.predict.layer_work import LayerWork, Message, Work
+from mindspeed_fx.planning.predict.layer_work import Kernel, LayerWork, Message, Work
 from mindspeed_fx.planning.predict.settings import Settings
 from mindspeed_fx.planning.predict.step_work import StepWork, stage_layers
 
@@ -75,20 +77,24 @@ class Clock:
         seconds = fixed + each * message.nbytes
         return seconds * self.constants.imbalance if message.group == "ep" else seconds
 
+    def _cached(self, kernel: Kernel) -> Cost:
+        """The cost of ``kernel`` with what of its chain stays in the last-level cache."""
+        hw = self.hw
+        if not kernel.chained or not hw.cache or not hw.cache_bandwidth or kernel.alive > hw.cache:
+            return kernel.cost
+        return dataclasses.replace(kernel.cost, cached=kernel.chained)
+
     def work(self, work: Work) -> dict[str, float]:
         """Part -> seconds of one pass, with what the host adds as "host"."""
         parts: dict[str, float] = defaultdict(float)
         for kernel in work.kernels:
-            seconds = float(kernel.cost.seconds(self.hw)) * kernel.times
+            seconds = float(self._cached(kernel).seconds(self.hw)) * kernel.times
             parts[kernel.part] += seconds * self.slower.get(kernel.part, 1.0)
         busy, hidden = sum(parts.values()), 0.0
         for message in work.messages:
             seconds = self.message(message)
-            if message.hidden:
-                hidden += seconds
-                parts[message.part] += seconds * self.constants.contention
-            else:
-                parts[message.part] += seconds
+            hidden += seconds * message.hidden
+            parts[message.part] += seconds * (1 - message.hidden + message.hidden * self.constants.contention)
         if hidden > busy:
             parts["exposed"] += hidden - busy
         device, host = sum(parts.values()), work.launches * self.constants.host
@@ -200,9 +206,12 @@ def _synchronize(run: Settings, work: StepWork, clock: Clock, stage: float) -> d
     for message in work.sync.messages:
         seconds = clock.message(message)
         if message.hidden:
-            # Behind the last microbatch's backward, or the first one's forward.
-            cover = stage * (0.6 if message.kind == "reduce_scatter" else 0.3) / run.vpp
-            seconds = max(0.0, seconds - cover) + clock.constants.contention * seconds
+            # Behind the last microbatch's backward, or the first one's forward. Of virtual stages the last one to
+            # finish (the first to begin) has its own pass alone; the others those of pp microbatches of each after it.
+            cover = stage * (0.3 if message.kind == "all_gather" else 0.6) / run.vpp
+            last = seconds / run.vpp
+            waits = max(0.0, last - cover) + max(0.0, seconds - last - cover * run.pp * (run.vpp - 1))
+            seconds = min(seconds, waits + clock.constants.contention * seconds)
         parts["dp"] += seconds
     parts["optimizer"] += sum(float(k.cost.seconds(clock.hw)) * k.times for k in work.update.kernels)
     if run.offload == "optimizer":

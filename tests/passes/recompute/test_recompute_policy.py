@@ -6,9 +6,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from mindspeed_fx.compat import partitioner
 from mindspeed_fx.errors import OptionError
 from mindspeed_fx.options import Options
 from mindspeed_fx.passes.recompute.problem.policies import matcher
+from mindspeed_fx.passes.runner import Pipeline
 from mindspeed_fx.report import recorder
 
 
@@ -209,3 +211,25 @@ def test_with_generated_code():
     assert any(".act" in s.module for s in report.rewrites)
     for a, b in zip(values, run("none", codegen="inductor")[0], strict=True):
         torch.testing.assert_close(a, b)
+
+
+class Decided(Exception):
+    """Ends a compilation at what the forward saves, before any code is generated."""
+
+
+@pytest.mark.parametrize("budget", (0.3, 1.0))
+def test_under_a_budget_generated_code_keeps_nothing_that_a_checkpointed_region_makes_again(budget, monkeypatch):
+    """Products of a checkpoint once had no finite price beside generated code: the cut kept them, and pairs of results,
+    which no backward can be handed."""
+    saved, decide = [], Pipeline.decide
+
+    def stop(self, record, graph, nodes):
+        saved.extend(decide(self, record, graph, nodes))
+        raise Decided
+
+    monkeypatch.setattr(Pipeline, "decide", stop)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="Decided"):
+        run(None, checkpointed=True, codegen="inductor", memory_budget=budget)
+    kept = [n for n in saved if n.op != "placeholder"]
+    assert saved and all(isinstance(n.meta["val"], torch.Tensor) for n in saved)
+    assert not [n.name for n in kept if partitioner.must_recompute(n)]

@@ -22,7 +22,7 @@ def ungroup(before: fx.Node, n: fx.Node, heads: Any) -> fx.Node | NewCall | None
     """[batch, kv_heads, seq, dim] that ``n`` [batch, heads, seq, dim] repeats head by head; None when it does not."""
     chain: list[fx.Node] = []
     while n.op == "call_function":
-        result = _repetition(n)
+        result = repetition(n)
         if result is not None:
             source, axis, times = result
             order = _order(source, axis, times, chain, heads)
@@ -38,7 +38,7 @@ def ungroup(before: fx.Node, n: fx.Node, heads: Any) -> fx.Node | NewCall | None
     return None
 
 
-def _repetition(n: fx.Node) -> tuple[fx.Node, int, int] | None:
+def repetition(n: fx.Node) -> tuple[fx.Node, int, int] | None:
     """(source, axis, times) when ``n`` repeats each element of one axis of a 4-dimensional ``source``."""
     if match.is_call(n, aten.repeat_interleave.self_int):
         dim = match.argument(n, "dim")

@@ -73,9 +73,11 @@ class JointGraph:
             cheap, kept, _ = prices(tape)
             self.unplanned = list(again)
             for o in tape.operations:
-                self.unplanned[number[o.node]] = price = cheap(o) / hardware.memory_rate
+                price = cheap(o) / hardware.memory_rate
                 if price < math.inf:
                     again[number[o.node]] = price
+                # What a checkpoint makes again is dear, and no choice: a cut with no finite way has no meaning.
+                self.unplanned[number[o.node]] = again[number[o.node]] if partitioner.must_recompute(o.node) else price
             if target == "cpu":
                 for v in tape.values:
                     keep[number[v.node]] = kept(v) / hardware.memory_rate

@@ -1,0 +1,48 @@
+"""Mamba's selective scan, token by token or as an associative scan, becomes ``mindspeed::selective_scan``.
+
+Matched by meaning: each state is the one before times a decay plus an input, or the stretch of tokens that each element
+of an associative scan combines; decays and inputs in any association; with its skip, its gate and the softplus of its
+steps where they are there. Safe because the operator computes the same sums in at least the precision of the model.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+import torch.fx as fx
+
+from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph.match import aten
+from mindspeed_fx.passes.base import Context, Miss, Outcome, PassReport, calls, register, rewrite_each, site
+from mindspeed_fx.passes.fusion.analysis import selective_scan as analysis
+
+NAME, OPERATOR = "fusion.selective_scan", "mindspeed::selective_scan"
+
+
+@register(NAME)
+def selective_scan(gm: fx.GraphModule, context: Context) -> PassReport:
+    """A selective scan becomes one operator."""
+    report, known = PassReport(NAME), {}
+    places = list(calls(gm, aten.stack.default, aten.movedim.int))
+    rewrite_each(report, OPERATOR, places, lambda node: _rewrite(gm, node, known))
+    rewrite.finish(gm)
+    return report
+
+
+def _rewrite(gm: fx.GraphModule, node: fx.Node, known: dict) -> Outcome:
+    rule = analysis.read(node, known)
+    if rule is None:
+        return None
+    rows = (rule.u, rule.dt, rule.a, rule.b, rule.c)
+    if reason := match.unsafe(rule.region, [*rows, rule.d, rule.z, rule.bias, rule.state]):
+        return reason
+    arguments = (*(rewrite.build(x) for x in rows), rule.d, rule.z, rule.bias, rule.state, rule.softplus)
+    both = rewrite.insert(gm, rule.first, torch.ops.mindspeed.selective_scan.default, arguments)
+    out = rewrite.insert(gm, rule.first, operator.getitem, (both, 0))
+    outcome = site(OPERATOR, node, rule.region)
+    if reason := rewrite.substitute(gm, rule.out, out):
+        raise Miss(reason)
+    for last in rule.final:
+        rewrite.substitute(gm, last, rewrite.insert(gm, rule.first, operator.getitem, (both, 1)))
+    return outcome

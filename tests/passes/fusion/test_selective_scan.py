@@ -1,0 +1,119 @@
+"""Mamba's selective scan, unrolled or as an associative scan, becomes one operator."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.models import assert_same_training, explain, function_agrees, fusion_counts
+
+NAME = "fusion.selective_scan"
+SETTINGS = dict(softplus=True, shift=True, skip=True, gate=True, read="matmul", order="same", decay="same", final=False)
+
+
+def scanned(u, dt, A, B, C, D, z, bias, state=None, **given):
+    """The scan in one of its spellings: u, dt, z [batch, channels, seq], A [channels, n], B and C [batch, n, seq]."""
+    o = {**SETTINGS, **given}
+    dt = dt + bias[:, None] if o["shift"] else dt
+    dt = F.softplus(dt) if o["softplus"] else dt
+    decays = (
+        (dt[..., None] * A[None, :, None]).exp() if o["decay"] == "same" else (dt[..., None] * A[:, None]).exp() + 1
+    )
+    added = (
+        (u * dt)[..., None] * B.transpose(1, 2)[:, None]
+        if o["read"] == "sum"
+        else dt[..., None] * (B.transpose(1, 2)[:, None] * u[..., None])
+    )
+    state = torch.zeros_like(added[:, :, 0]) if state is None else state
+    outs = []
+    for t in range(u.shape[2]):
+        place = -t if o["order"] == "other" else t
+        state = decays[:, :, t] * state + added[:, :, place]
+        if o["read"] == "sum":
+            outs.append((state * C[:, :, t][:, None]).sum(-1))
+        else:
+            outs.append((state @ C.transpose(1, 2)[:, t, :, None])[:, :, 0])
+        state = state * 2 if o["order"] == "scaled" else state
+    y = torch.stack(outs, -1)
+    y = y + u * D[:, None] if o["skip"] else y
+    y = y * F.silu(z) if o["gate"] else y
+    return (y, state) if o["final"] else y
+
+
+def inputs(seq=6, dtype=torch.float64):
+    torch.manual_seed(0)
+    u, dt, z = (torch.randn(2, 5, seq, dtype=dtype) for _ in range(3))
+    B, C = (torch.randn(2, 3, seq, dtype=dtype) for _ in range(2))
+    D, bias = (torch.randn(5, dtype=dtype) for _ in range(2))
+    return [x.requires_grad_() for x in (u, dt, -torch.rand(5, 3, dtype=dtype), B, C, D, z, bias)]
+
+
+def skips(report):
+    return [s.reason for s in report.skipped(NAME)]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"read": "sum", "final": True, "start": True},
+        {"softplus": False, "skip": False},
+        pytest.param({"shift": False, "gate": False, "final": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_spellings(given):
+    start = torch.randn(2, 5, 3, dtype=torch.float64, requires_grad=True)
+    first = [start] if (given := dict(given)).pop("start", False) else []
+    report = function_agrees(lambda *a: scanned(*a, **given), *inputs(), *first)
+    assert report.counts[NAME] == 1 and not skips(report), skips(report)
+
+
+@pytest.mark.parametrize(
+    "given, reason",
+    [
+        ({"order": "other"}, "decay, input and C of token 1 are not those of place 1"),
+        ({"order": "scaled"}, "token 1 does not read the state that token 0 left"),
+        ({"decay": "other"}, "are not exponentials of a step of each token times a rate of each channel"),
+    ],
+)
+def test_near_misses(given, reason):
+    report = function_agrees(lambda *a: scanned(*a, **given), *inputs())
+    assert report.counts[NAME] == 0 and any(reason in r for r in skips(report)), skips(report)
+
+
+@pytest.mark.parametrize(
+    "dtype, seq, associative, last",
+    [
+        (torch.float32, 13, True, True),
+        (torch.bfloat16, 12, False, False),
+        pytest.param(torch.float32, 16, True, False, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, 5, True, False, marks=pytest.mark.slow),
+    ],
+)
+def test_function_of_transformers(dtype, seq, associative, last):
+    from transformers.models.mamba.modeling_mamba import mamba_selective_scan
+
+    def f(u, dt, A, B, C, D, z, bias):
+        return mamba_selective_scan(
+            u, dt, A, B, C, D, z, bias, delta_softplus=True, return_last_state=last, use_associative_scan=associative
+        )
+
+    u, dt, A, B, C, D, z, bias = inputs(seq, dtype)
+    wide = [x.detach().float().requires_grad_() for x in (A, D, bias)]
+    report = function_agrees(
+        f, u, dt, wide[0], B, C, wide[1], z, wide[2], tolerance=1e-5 if dtype == torch.float32 else 3e-2
+    )
+    assert report.counts[NAME] == 1 and not skips(report), skips(report)
+
+
+@pytest.mark.slow
+def test_mamba():
+    """Two layers in float64 throughout: loss, every gradient, what is fused."""
+    from tests.zoo import plans
+
+    model, batch = plans.build("mamba")
+    args = tuple(batch.values())
+    counts = fusion_counts(explain(copy.deepcopy(model), *args))
+    assert counts[NAME] == 2, counts
+    assert_same_training(model, *args, tolerance=1e-9)
