@@ -302,19 +302,8 @@ def zero(stage: str) -> Callable[[nn.Module, Plan | None], Plan]:
 
 
 NAMED: dict[str, Callable[..., Plan]] = {
-    "tp": tp,
-    "tp_sp": tp_sp,
-    "tp_2d": tp_2d,
-    "ulysses": ulysses,
-    "kv_allgather": kv_allgather,
-    "ring": ring,
-    "hybrid": hybrid,
-    "ep": ep,
-    "ep_alltoall": ep_alltoall,
-    "zero1": zero("zero1"),
-    "zero2": zero("zero2"),
-    "zero3": zero("zero3"),
-}
+    f.__name__: f for f in (tp, tp_sp, tp_2d, ulysses, kv_allgather, ring, hybrid, ep, ep_alltoall)
+} | {stage: zero(stage) for stage in ("zero1", "zero2", "zero3")}
 
 
 def _sequence(model: nn.Module, *dims: str) -> dict[str, dict[str, str]]:
@@ -344,6 +333,11 @@ def _out(layer: nn.Module) -> int:
 def _divided(dim: int, sizes: Sequence[int] = ()) -> str:
     """The word for a part of dimension ``dim``, or of each of the pieces of these sizes that it consists of."""
     return f"S({dim}:{'+'.join(map(str, sizes))})" if len(sizes) > 1 else f"S({dim})"
+
+
+def _by_columns(name: str, layer: nn.Module, dim: str) -> dict[str, Mapping[str, str]]:
+    own = [n for n, _ in layer.named_parameters(recurse=False)]
+    return {f"{name}.{n}": {dim: _divided(_out(layer) if n == "weight" else 0)} for n in own}
 
 
 def _gathered(model: nn.Module, others: Mapping[str, nn.Module], roles: Roles | None) -> dict[str, nn.Module]:

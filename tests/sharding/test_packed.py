@@ -153,7 +153,11 @@ def trains_alike_and_loads_anywhere(rank, store, folder):
     reference = Packed()
     model = mindspeed_fx.parallelize(copy.deepcopy(reference), mesh, plan_of(reference))
     assert model.qkv._parameters["weight"].to_local().shape == (16, 16)
-    run = torch.compile(model, backend="mindspeed", fullgraph=True, dynamic=False, options={"codegen": "eager"})
+    options = {
+        "codegen": "eager",
+        "disable": ["overlap.split"],
+    }  # which takes a local size that is a symbol for another
+    run = torch.compile(model, backend="mindspeed", fullgraph=True, dynamic=False, options=options)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (reference, model)]
     for _ in range(2):
         x = torch.randn(2, 8, 16, dtype=torch.float64)

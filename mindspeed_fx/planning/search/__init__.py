@@ -53,8 +53,7 @@ def plan(
     meshes.
 
     Nothing runs: parameters and arguments may be on the meta device, and no process group is needed. The space, and
-        what is
-    assumed: docs/sharding.md.
+    what is assumed: docs/sharding.md.
 
     Args:
         model: a training step: returns the loss, or something whose sum is differentiated.

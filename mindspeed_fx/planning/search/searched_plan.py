@@ -343,10 +343,8 @@ class SearchedPlan(Plan):
         """One line of the table: sizes, time, memory, exposed communication."""
         L = self.layout
         data = L.dp * L.ep
-        sp = (
-            any(isinstance(t, int) and t == self.searched.problem.sequence for _, _, t, _, _ in self.solution.moves)
-            and L.tp > 1
-        )
+        sequence = self.searched.problem.sequence
+        sp = L.tp > 1 and any(isinstance(t, int) and t == sequence for _, _, t, _, _ in self.solution.moves)
         hows = sorted({p.how for p in self.solution.prices.values() if p.how})
         return {
             "tp": L.tp,

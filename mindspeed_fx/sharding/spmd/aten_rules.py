@@ -79,7 +79,7 @@ def run(target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return draw_in_place(target, args, kwargs)
     if not tensors or target._schema.is_mutable:  # DTensor refuses a write that would need another placement
         return target(*args, **kwargs)
-    if name in TRUSTED and not (name == "einsum" and any(_is_divided_by_several(x) for x in tensors)):
+    if name in TRUSTED and not (name == "einsum" and _are_divided_by_several(tensors)):
         args, kwargs = pytree.tree_map_only(DTensor, _summed_for(name, tensors), (args, kwargs))
         return target(*args, **kwargs)
     if name in READS and (terms := _terms(*tensors)):
@@ -93,9 +93,10 @@ def run(target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return run_in_parts(target, args, kwargs, result)
 
 
-def _is_divided_by_several(x: DTensor) -> bool:
-    """Whether several mesh dimensions divide ``x``, the same dimension or others, or one divides it in pieces."""
-    return is_divided_twice(x.placements) or sum(map(dtensor.is_divided, x.placements)) > 1
+def _are_divided_by_several(tensors: list[DTensor]) -> bool:
+    """Whether several mesh dimensions divide ``tensors``, or one divides a dimension in pieces."""
+    over = {i for x in tensors for i, p in enumerate(x.placements) if dtensor.is_divided(p)}
+    return len(over) > 1 or any(is_divided_twice(x.placements) for x in tensors)
 
 
 CONVOLUTIONS = frozenset("conv1d conv2d conv3d".split())
