@@ -12,7 +12,7 @@ MAKEFLAGS += -j
 # Where the environment forbids byte code every process would compile torch's sources anew: 17 s of imports in place of 7.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: train lint test test-slow test-npu test-suites fuzz clean
+.PHONY: train lint test test-slow test-npu test-suites fuzz docs clean
 
 train: $(VENV)/ready
 	$(RUN) examples/pretrain_gpt.py $(ARGS)
@@ -40,6 +40,11 @@ MINUTES ?= 10
 SEED ?= 1
 fuzz: $(VENV)/ready
 	CI=1 OMP_NUM_THREADS=1 $(RUN) -m tests.fuzz --minutes $(MINUTES) --seed $(SEED) $(ARGS)
+
+# The site of the documentation, into build/site; a warning is an error.
+docs: $(VENV)/ready
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
+	@echo "open build/site/index.html"
 
 # torch's own tests with this backend in place of Inductor and aot_eager: TORCH_SRC is a checkout of the installed version.
 # Some of them need a package that nothing else does, which has a directory of its own.

@@ -6,7 +6,7 @@ Importing this package is optional (the backend is found by its entry point) and
 :class:`FlopCount`, :func:`compile`, :func:`dump_tensors`, :func:`explain`, :func:`in_parts`, :func:`parallelize` with
 its :class:`Plan`, :func:`pipeline_stage`, :func:`plan`, :func:`predict`, :class:`Profile`,
 :func:`register_with_accelerate`, :func:`simulate`, :func:`split_backward`, :func:`step_in_backward`,
-:mod:`mindspeed_fx.passes` and the version.
+:mod:`mindspeed_fx.ops`, :mod:`mindspeed_fx.passes` and the version.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ __all__ = [
     "dump_tensors",
     "explain",
     "in_parts",
+    "ops",
     "parallelize",
     "passes",
     "pipeline_stage",
@@ -65,8 +66,8 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    if name == "passes":
-        return importlib.import_module(f"{__name__}.passes")
+    if name in ("ops", "passes"):
+        return importlib.import_module(f"{__name__}.{name}")
     from mindspeed_fx.errors import nearest
 
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{nearest(name, __all__)}")

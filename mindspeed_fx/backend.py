@@ -9,16 +9,13 @@ With codegen "inductor" the steps sit in Inductor's hooks (one composite object 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
-import pathlib
 from typing import Any, Callable, Sequence
 
 import torch
 import torch.fx as fx
 
-from mindspeed_fx._version import __version__
 from mindspeed_fx.capture import CaptureError, capture, explain_unread, isolate, keeps_writes
 from mindspeed_fx.compat import bisector, distributed, fx_graph, graph_inputs, npu
 from mindspeed_fx.compat import inductor as inductor_compat
@@ -28,11 +25,13 @@ from mindspeed_fx.errors import OptionError
 from mindspeed_fx.garbage import without_collection
 from mindspeed_fx.kernels.lower import lower
 from mindspeed_fx.kernels.npu import acl_graph
+from mindspeed_fx.modules import package_hash
 from mindspeed_fx.options import Options
 from mindspeed_fx.partition.offload import move
 from mindspeed_fx.partition.order import prepare_early
 from mindspeed_fx.partition.partitioner import Partitioner
 from mindspeed_fx.passes import overlap, registered
+from mindspeed_fx.passes.overlap.model.step_lanes import record_lanes
 from mindspeed_fx.passes.runner import Pipeline
 from mindspeed_fx.report import progress, recorder
 from mindspeed_fx.report.code import readable
@@ -165,6 +164,7 @@ class Compilation:
         """From the captured graph on; of a parallelized model the local program is traced here."""
         inductor = self.options.codegen == "inductor"
         gm, inputs, wrap = sharding.localize(gm, inputs, plan)
+        recorder.note_inputs(self.record, inputs)
         wrap = self.steps.wrap if self.steps is not None else wrap
         if not inductor:
             how = {"decompositions": table, "keep_writes": keeps_writes(gm)}
@@ -342,7 +342,10 @@ class Compilation:
         side = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
         with self._progress(), without_collection():  # a backward is compiled when it is first called
             self.finish_side(gm, side)
-            compiled = compile(gm, inputs, **kwargs)
+            if recorder.is_modelling():
+                return inductor_compat.box_arguments(gm)
+            with recorder.record_codegen(self.record):
+                compiled = compile(gm, inputs, **kwargs)
         self.record.kernels[side] = inductor_compat.kernel_nodes()
         return compiled
 
@@ -356,6 +359,7 @@ class Compilation:
         if self.readable is not None:
             self.record.stages.update({stage: self.readable(gm)} if text else {})
             self.record.calls.update({stage: read(gm)} if stage != "dynamo" else {})
+            record_lanes(self.record, stage)
 
 
 class _Captured(inductor_compat.CustomPass):
@@ -381,19 +385,11 @@ class _Captured(inductor_compat.CustomPass):
 def identity(options: Options) -> str:
     """What compile caches know this backend by: package sources, options, and the sources of every pass."""
     parts = [
-        _package_hash(),
+        package_hash(),
         json.dumps(options.as_dict(), sort_keys=True, default=str),
         *(p.name + p.source_hash() for p in registered()),
     ]
     return "mindspeed_fx-" + hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-
-@functools.cache
-def _package_hash() -> str:
-    digest = hashlib.sha256(__version__.encode())
-    for path in sorted(pathlib.Path(__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 bisector.register_bisector()

@@ -10,10 +10,12 @@ from typing import Any, NoReturn
 
 from mindspeed_fx.arguments import check_file, check_output
 from mindspeed_fx.errors import nearest
+from mindspeed_fx.planning.ask_command import add_ask
 from mindspeed_fx.planning.calibrate.command import add_calibrate
 from mindspeed_fx.planning.explain_command import add_explain
 from mindspeed_fx.planning.tune.command import add_tune
 from mindspeed_fx.planning.user_script import build_model, split_source
+from mindspeed_fx.planning.verify_device.command import add_verify_device
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -69,7 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     shown = (_add_doctor, _add_passes, _add_flags, _add_cross)
-    for add in (add_explain, *shown, _add_plan, add_tune, add_calibrate, _add_toolchain, _add_compare_dumps):
+    measured = (add_calibrate, add_verify_device)
+    for add in (add_explain, add_ask, *shown, _add_plan, add_tune, *measured, _add_toolchain, _add_compare_dumps):
         add(commands)
     return parser
 
@@ -77,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_doctor(commands: Any) -> None:
     """The arguments of ``doctor``."""
     doctor = commands.add_parser("doctor", help="what is installed, which targets work, and why not")
-    doctor.add_argument("--json", action="store_true")
+    doctor.add_argument("--json", action="store_true", help="print the answer as JSON")
     doctor.set_defaults(run=_doctor)
 
 
@@ -92,10 +95,11 @@ def _add_flags(commands: Any) -> None:
         "flags",
         help="what becomes of each flag of a MindSpeed or MindSpeed-LLM run, before it; without arguments the whole "
         "table",
-        usage="mindspeed-fx flags [--file ARGS.json] [--page] [--json] [-- script arguments]",
+        usage="mindspeed-fx flags [--file ARGS.json] [--page] [--conflicts] [--json] [-- script arguments]",
     )
     flags.add_argument("--file", metavar="ARGS.json", help="a JSON list of the script's arguments")
     flags.add_argument("--page", action="store_true", help="print the table as docs/mindspeed_flags.md has it")
+    flags.add_argument("--conflicts", action="store_true", help="print the pairs of which MindSpeed takes one")
     flags.add_argument("--json", action="store_true", help="print the answer as JSON")
     flags.set_defaults(run=_flags)
 
@@ -193,7 +197,7 @@ def _add_toolchain(commands: Any) -> None:
         "components", nargs="*", metavar="COMPONENT", help="torch_npu, triton_ascend, torch_mlir; none means all"
     )
     toolchain.add_argument("--dir", help="where (default: $MINDSPEED_FX_TOOLCHAIN, else the user's cache directory)")
-    toolchain.add_argument("--json", action="store_true")
+    toolchain.add_argument("--json", action="store_true", help="print the answer as JSON")
     toolchain.set_defaults(run=_toolchain)
 
 
@@ -264,11 +268,17 @@ def _passes(arg: argparse.Namespace) -> int:
 
 
 def _flags(arg: argparse.Namespace) -> int:
-    from mindspeed_fx.megatron.flags import account, explain, page
+    from mindspeed_fx.megatron.flags import account, conflicts, explain, page
 
     words = [*_words_of_file(arg.file), *arg.args]
-    if arg.page and words:
-        raise ValueError("--page prints the whole table, and takes no arguments of a script; leave one of them out")
+    for name in ("page", "conflicts"):
+        if getattr(arg, name) and words:
+            raise ValueError(
+                f"--{name} prints the whole table, and takes no arguments of a script; leave one of them out"
+            )
+    if arg.conflicts:
+        print(conflicts.page(), end="")
+        return 0
     if not words:
         print(page.page() if arg.page else page.text(), end="" if arg.page else "\n")
         return 0

@@ -148,7 +148,7 @@ def test_pages_name_files_that_exist():
     paths = [p.relative_to(top).as_posix() for folder in folders for p in (top / folder).rglob("*.py")]
     gone = [
         (page.name, name)
-        for page in [*(top / "docs").glob("*.md"), top / "README.md"]
+        for page in [*(top / "docs").rglob("*.md"), top / "README.md"]
         for name in re.findall(r"`([\w/]+\.py)`", page.read_text())
         if not any(f"/{path}".endswith(f"/{name}") for path in paths) and not re.search(r"[A-Z]{2}|family/", name)
     ]

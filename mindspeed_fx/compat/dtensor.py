@@ -210,6 +210,28 @@ def all_ranks(sizes: dict[str, int]) -> Iterator[Any]:
         dist.destroy_process_group()
 
 
+@contextlib.contextmanager
+def one_of_fake_ranks(sizes: dict[str, int]) -> Iterator[Any]:
+    """A mesh of which this process is the first rank and no other exists: collectives send nothing.
+
+    Raises:
+        RuntimeError: a process group exists already.
+    """
+    import math
+
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("fake ranks need a process group of their own, and one exists already")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(sizes.values()))
+    try:
+        yield init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    finally:
+        dist.destroy_process_group()
+
+
 def on_every_rank(x: torch.Tensor) -> torch.Tensor:
     """``x`` as the tensor that every rank holds, each in memory of its own: what one writes in place no other sees."""
     from torch.distributed._local_tensor import LocalTensor, local_tensor_mode

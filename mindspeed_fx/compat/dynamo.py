@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 import warnings
 from typing import Any, Callable, Iterator
 
@@ -41,6 +42,16 @@ def collecting_graph_breaks() -> Iterator[list[str]]:
     finally:
         for reason, count in utils.counters["graph_break"].items():
             results.extend([" ".join(reason.split())] * (count - before.get(reason, 0)))
+
+
+def frame_seconds() -> float:
+    """Seconds since Dynamo began with the frame that it is compiling; 0.0 outside of one, or where this torch does not
+    tell."""
+    from torch._dynamo import utils
+
+    context = utils.get_metrics_context() if hasattr(utils, "get_metrics_context") else None
+    start = getattr(context, "_start_time_ns", 0) if context is not None and context.in_progress() else 0
+    return max(0.0, time.time() - start * 1e-9) if start else 0.0
 
 
 def fresh_callable(model: Callable) -> Callable:
@@ -115,3 +126,15 @@ def compile_alone(module: torch.nn.Module, **settings: Any) -> None:
         return module._call_impl(*args, **kwargs)
 
     module._compiled_call_impl = torch.compile(_with_own_code(call), **settings)
+
+
+def before_compiled_calls(module: torch.nn.Module, function: Callable[[], None]) -> None:
+    """Call ``function`` before every call of a compiled module, outside of its graphs (hooks of the module are
+    inside)."""
+    call = module._compiled_call_impl
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        function()
+        return call(*args, **kwargs)
+
+    module._compiled_call_impl = called

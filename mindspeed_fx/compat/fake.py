@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, Sequence
 
 import torch
 import torch.fx as fx
@@ -76,3 +76,31 @@ def layout_key(value: Any) -> tuple:
     if isinstance(value, torch.Tensor):
         return (str(value.shape), str(value.stride()), value.dtype, value.device, str(value.storage_offset()))
     return (str(value),)
+
+
+# --------------------------------------------------------------------------- fake models
+
+
+def new_mode() -> Any:
+    """A mode for fake tensors, as a context, in which real tensors may be met too."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def tensor_like(mode: Any, tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A fake tensor of another shape, dense unless the shape is the tensor's own."""
+    if tuple(shape) == tuple(tensor.shape):
+        return mode.from_tensor(tensor, static_shapes=True)
+    with mode:
+        return torch.empty(tuple(shape), dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad)
+
+
+def copy_module(mode: Any, module: torch.nn.Module) -> torch.nn.Module:
+    """``module`` with fake parameters and buffers; it shares nothing with the original."""
+    import copy
+
+    from torch._subclasses.fake_tensor import FakeCopyMode
+
+    with FakeCopyMode(mode):
+        return copy.deepcopy(module)

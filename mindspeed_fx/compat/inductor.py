@@ -172,7 +172,7 @@ def compile_without_codegen(
     def compiler(side: str) -> Callable:
         def compile_side(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
             result = inner(graph, example_inputs, side)
-            return _box_arguments(result) if isinstance(result, fx.GraphModule) else make_boxed_func(result)
+            return box_arguments(result) if isinstance(result, fx.GraphModule) else make_boxed_func(result)
 
         return compile_side
 
@@ -187,7 +187,7 @@ def compile_without_codegen(
     return backend(gm, inputs)
 
 
-def _box_arguments(gm: fx.GraphModule) -> Callable:
+def box_arguments(gm: fx.GraphModule) -> Callable:
     """``gm`` as a function of one list, which it empties: what is saved for the backward dies with its last reader, not
     with the call.
     """
@@ -284,6 +284,14 @@ def kernels_by_node() -> Iterator[None]:
     name = "trace.provenance_tracking_level"
     with kernels_in_traces(), config.patch({name: 2} if name in config.get_config_copy() else {}):
         yield
+
+
+def compiler_seconds() -> float:
+    """Seconds that Inductor has waited in this process for compilers of what it generates; 0.0 where this torch does
+    not count them."""
+    from torch._dynamo.utils import compilation_time_metrics
+
+    return float(sum(compilation_time_metrics.get("async_compile.wait", ())))
 
 
 def kernel_nodes() -> dict[str, list[str]]:

@@ -60,6 +60,8 @@ class NodeCost:
     """"matrix", "vector", "memory", "launch", "network", or "" for nothing to do."""
     members: tuple[str, ...] = ()
     """Names of the nodes, when there are several."""
+    tier: str = ""
+    """Collectives: the level of the network that it crosses."""
 
 
 class Estimate:
@@ -112,6 +114,7 @@ class Estimate:
                         like.seconds,
                         like.bound,
                         like.members,
+                        like.tier,
                     )
                 )
             if key is not None:
@@ -170,13 +173,9 @@ class Estimate:
             inside = max(Counter(r // self.hardware.node for r in call.ranks).values())
             per_node = inside if ranks % inside == 0 else None
         size = max(self.value(cost.read), self.value(cost.write))
+        modelled = collective(kind, size, ranks, self.hardware, per_node)
         return NodeCost(
-            call.name,
-            call.operator,
-            call.module,
-            cost,
-            float(collective(kind, size, ranks, self.hardware, per_node).seconds),
-            "network",
+            call.name, call.operator, call.module, cost, float(modelled.seconds), "network", tier=modelled.tier
         )
 
     def _note(self, text: str) -> None:

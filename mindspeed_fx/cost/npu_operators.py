@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Callable, Sequence
 
 from mindspeed_fx.cost.operators import SOFTMAX, SPECIAL, Cost, Spec, attention, once, tensors
@@ -146,6 +147,14 @@ def _npu_grouped_add(out: Any, into: Spec, x: Spec, weight: Spec, *more: Any, **
     return once(into, into, x, weight, *more, flops=2 * x.numel * weight.shape[-1], dtype=x.dtype)
 
 
+def _npu_ffn(out: Any, x: Spec, weight1: Spec, weight2: Spec, *more: Any, **kw: Any) -> Cost:
+    """Every row passes two matrices, whichever expert's they are."""
+    inner, result = weight1.shape[-1], tensors(out)[0]
+    flops = 2 * (x.numel * inner + result.numel * weight2.shape[-2])
+    vector = SPECIAL * math.prod(x.shape[:-1]) * inner
+    return once(out, x, weight1, weight2, *kw.values(), flops=flops, vector=vector, dtype=x.dtype)
+
+
 FORMULAS: dict[str, Callable[..., Cost]] = {
     "npu_fusion_attention": _npu_attention,
     "npu_fusion_attention_v3": _npu_attention,
@@ -167,6 +176,7 @@ FORMULAS: dict[str, Callable[..., Cost]] = {
     "npu_fused_cross_entropy_loss_with_max_sum": lambda out, top, total, picked, **kw: once(
         out, top, total, picked, vector=(SPECIAL + 2) * top.numel
     ),
+    "npu_ffn": _npu_ffn,
     "npu_grouped_matmul": _npu_grouped,
     "npu_grouped_matmul_add": _npu_grouped_add,
 }

@@ -105,6 +105,8 @@ class Calls:
     """Values the symbols had while tracing."""
     notes: list[str] = field(default_factory=list)
     """What could not be read, in plain words."""
+    waits: list[tuple[int, str]] = field(default_factory=list)
+    """(How many calls stand before it, key of the memory waited for) of every wait for a collective."""
 
     def sized(self, size: Callable[[Any], Any]) -> "Calls":
         """The same calls with every size replaced by ``size(size)``."""
@@ -127,7 +129,7 @@ class Calls:
             )
             for c in self.calls
         ]
-        return Calls(results, self.outputs, self.returned, self.hints, self.notes)
+        return Calls(results, self.outputs, self.returned, self.hints, self.notes, self.waits)
 
 
 def read(gm: fx.GraphModule, prefix: str = "") -> Calls:
@@ -275,6 +277,7 @@ class _Reader:
         if kind == "collective":
             if name == "wait_tensor":
                 self.values[node] = call.reads[0] if call.reads else out
+                self.result.waits += [(len(self.result.calls), s.key) for s in call.reads[:1]]
                 return
             call.ranks = _ranks(args, kwargs, self.groups)
         elif not isinstance(target, torch._ops.OpOverload):
@@ -310,6 +313,7 @@ class _Reader:
             self.result.notes.append(f"{node.name} ({node.target}) is not looked into: not counted")
             return
         result = read(inner[0], f"{self.prefix}{node.name}/")
+        self.result.waits += [(len(self.result.calls) + at, key) for at, key in result.waits]
         self.result.calls += result.calls
         self.result.hints.update(result.hints)
         self.result.notes += result.notes

@@ -7,16 +7,15 @@ their argument, which a graph cannot own.) The numerics are Megatron's.
 
 from __future__ import annotations
 
-import functools
 import inspect
-from typing import Any
+from typing import Any, Callable
 
 import torch
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
-from mindspeed_fx.megatron import patches
-from mindspeed_fx.megatron.groups import group_or_default, size
+from mindspeed_fx.megatron import uneven
+from mindspeed_fx.megatron.groups import group_or_default, has_accelerator, size
 
 HAS_GRADIENTS = hasattr(functional, "all_to_all_single_backward")
 """Whether this torch's functional collectives have gradients of their own."""
@@ -38,6 +37,11 @@ def _all_gather(x: Tensor, dim: int, group: Any) -> Tensor:
 def gather(x: Tensor, group: Any) -> Tensor:
     """x [n, ...] of every rank -> [ranks * n, ...], without a gradient."""
     return _all_gather(x.detach(), 0, group)
+
+
+def all_reduce(x: Tensor, group: Any) -> Tensor:
+    """The sum over ranks, without a gradient."""
+    return _all_reduce(x.detach(), group)
 
 
 def _reduce_scatter(x: Tensor, dim: int, group: Any) -> Tensor:
@@ -120,18 +124,32 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 class _UnevenGather(torch.autograd.Function):
-    """Forward: all-gather of parts of different length. Backward: their reduce-scatter. Through parts of equal length,
-    for gloo has no others.
+    """Forward: all-gather of parts of different length. Backward: their reduce-scatter, or the own part where every
+    rank holds the same gradient. Through parts of equal length, for gloo has no others.
     """
 
     @staticmethod
-    def forward(ctx, x, group, sizes):
-        ctx.group, ctx.sizes = group, sizes
+    def forward(ctx, x, group, sizes, reduce):
+        ctx.group, ctx.sizes, ctx.reduce = group, sizes, reduce
         return _gather_parts(x, group, sizes)
 
     @staticmethod
     def backward(ctx, grad):
-        return _scatter_sum(grad, ctx.group, ctx.sizes), None, None
+        back = _scatter_sum if ctx.reduce else _own_rows
+        return back(grad, ctx.group, ctx.sizes), None, None, None
+
+
+class _UnevenScatter(torch.autograd.Function):
+    """Forward: own part of parts of different length. Backward: their all-gather."""
+
+    @staticmethod
+    def forward(ctx, x, group, sizes):
+        ctx.group, ctx.sizes = group, sizes
+        return _own_rows(x, group, sizes)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _gather_parts(grad, ctx.group, ctx.sizes), None, None
 
 
 class _UnevenReduceScatter(torch.autograd.Function):
@@ -158,6 +176,11 @@ def _scatter_sum(x: Tensor, group: Any, sizes: list[int]) -> Tensor:
     longest = max(sizes)
     own = _reduce_scatter(torch.cat([_lengthen(part, longest) for part in x.split(sizes, 0)], 0), 0, group)
     return own[: sizes[group.rank()]].clone()
+
+
+def _own_rows(x: Tensor, group: Any, sizes: list[int]) -> Tensor:
+    """x [sum(sizes), ...] -> a copy of the own part, [sizes[rank], ...]."""
+    return x.split(sizes, 0)[group.rank()].clone(memory_format=torch.contiguous_format)
 
 
 def _lengthen(x: Tensor, rows: int) -> Tensor:
@@ -206,7 +229,10 @@ def gather_from_tensor_model_parallel_region(input_: Tensor, group: Any = None) 
 
 def scatter_to_sequence_parallel_region(input_: Tensor, group: Any = None) -> Tensor:
     group = group_or_default(group)
-    return input_ if size(group) == 1 else _Scatter.apply(input_, 0, group)
+    if size(group) == 1:
+        return input_
+    sizes = uneven.sequence_parts(size(group))
+    return _Scatter.apply(input_, 0, group) if sizes is None else _UnevenScatter.apply(input_, group, sizes)
 
 
 def gather_from_sequence_parallel_region(
@@ -221,7 +247,10 @@ def gather_from_sequence_parallel_region(
                 f"output_split_sizes={output_split_sizes} without tensor_parallel_output_grad has no gradient, here "
                 "and in Megatron"
             )
-        return _UnevenGather.apply(input_, group, [int(n) for n in output_split_sizes])
+        return _UnevenGather.apply(input_, group, [int(n) for n in output_split_sizes], True)
+    sizes = uneven.sequence_parts(size(group))
+    if sizes is not None:
+        return _UnevenGather.apply(input_, group, sizes, tensor_parallel_output_grad)
     return _Gather.apply(input_, 0, group, tensor_parallel_output_grad)
 
 
@@ -233,6 +262,9 @@ def reduce_scatter_to_sequence_parallel_region(
         return input_
     if input_split_sizes is not None:
         return _UnevenReduceScatter.apply(input_, group, [int(n) for n in input_split_sizes])
+    sizes = uneven.sequence_parts(size(group))
+    if sizes is not None:
+        return _UnevenReduceScatter.apply(input_, group, sizes)
     return _ReduceScatter.apply(input_, 0, group)
 
 
@@ -265,30 +297,30 @@ def plain_all_to_all(group: Any, x: Tensor, output_splits: list[int], input_spli
     return functional.wait_tensor(functional.all_to_all_single(x.contiguous(), output_splits, input_splits, group))
 
 
-def in_graph_or_uneven(target: str, ours: Any, sizes: str) -> Any:
-    """``ours`` while torch.compile traces and for parts of different length, which gloo refuses; else what was patched.
+def moves_uneven_parts(name: str) -> Callable[..., bool]:
+    """Whether a call of a mapping moves parts of different length, which Megatron's own or gloo cannot.
 
     Args:
-        target: as in :class:`mindspeed_fx.megatron.patches.Patch`.
-        sizes: name of the argument with the lengths.
+        name: of the mapping, one of ``UNEVEN``.
     """
+    signature = inspect.signature(globals()[name])
 
-    @functools.wraps(ours)
-    def chosen(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return ours(*args, **kwargs)
-        uneven = inspect.signature(ours).bind(*args, **kwargs).arguments.get(sizes) is not None
-        return (ours if uneven else patches.original(target))(*args, **kwargs)
+    def answer(*args: Any, **kwargs: Any) -> bool:
+        arguments = signature.bind(*args, **kwargs).arguments
+        if uneven.sequence_parts(size(group_or_default(arguments.get("group")))) is not None:
+            return True
+        return not has_accelerator() and arguments.get(UNEVEN[name]) is not None
 
-    return chosen
+    return answer
 
 
 UNEVEN = {
+    "scatter_to_sequence_parallel_region": "",
     "gather_from_sequence_parallel_region": "output_split_sizes",
     "reduce_scatter_to_sequence_parallel_region": "input_split_sizes",
 }
 """Mappings whose parts may differ in length, and the argument that says so: dropless experts with tensor
-parallelism.
+parallelism. Without it --unaligned-linear decides.
 """
 
 MAPPINGS = (

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_fx.megatron import collectives, experts, groups, zero_memory
+from mindspeed_fx.megatron import adaptive_memory, collectives, experts, groups, zero_memory
 
 
 def is_needed(layer: Any) -> bool:
@@ -64,14 +64,20 @@ def capacity(routing_map: Tensor, config: Any) -> int | None:
 def _by_gathering(layer: Any, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> Tensor:
     """Every rank sees all tokens, and takes those that its experts were chosen for."""
     group, local = layer.token_dispatcher.tp_ep_group, _local_experts(layer)
-    here = collectives.gather(routing_map, group)[:, local]
+    whole = collectives.gather(routing_map, group)
+    adaptive_memory.choose(layer, whole.sum(0))
+    here = whole[:, local]
     share = collectives.gather_from_sequence_parallel_region(probs, group=group)[:, local]
     tokens = collectives.gather_from_sequence_parallel_region(tokens, group=group)
     counts = here.sum(0)
     (rows,) = _on_host(counts.sum().view(1))
     torch._check(rows <= here.numel())
-    token_of_row, share = sort_by_expert(here, share, rows)
-    output, _ = layer.experts(tokens.index_select(0, token_of_row), counts, share)
+
+    def enter(tokens: Tensor, share: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        token_of_row, share = sort_by_expert(here, share, rows)
+        return tokens.index_select(0, token_of_row), share, token_of_row
+
+    output, token_of_row = experts.run(layer, enter, counts, tokens, share)
     summed = torch.zeros_like(tokens).index_add(0, token_of_row, output)
     own = collectives.reduce_scatter_to_sequence_parallel_region(summed.to(probs.dtype), group=group)
     return own.to(tokens.dtype)
@@ -148,7 +154,9 @@ def _exchange_counts(layer: Any, routing_map: Tensor) -> tuple[Tensor, list[int]
         coming = torch.full((ranks, number), padded, device=routing_map.device)
         return coming, [padded * number] * ranks, [padded * number] * ranks
     counts = routing_map.sum(0)
-    coming = collectives.gather(counts, dispatcher.tp_ep_group).view(ranks, -1)[:, here]
+    of_ranks = collectives.gather(counts, dispatcher.tp_ep_group).view(ranks, -1)
+    adaptive_memory.choose(layer, of_ranks.sum(0))
+    coming = of_ranks[:, here]
     leaving = counts.view(ranks // parts, -1).sum(1).repeat_interleave(parts)
     sizes = _on_host(torch.cat([leaving, coming.sum(1)]))
     return coming, sizes[:ranks], sizes[ranks:]

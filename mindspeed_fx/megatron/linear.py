@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_fx.megatron import collectives, groups, main_grad, patches
+from mindspeed_fx.megatron import collectives, groups, main_grad, patches, uneven
 
 LINEAR = "tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce"
 
@@ -43,14 +44,21 @@ def linear(
     return main_grad.linear(input, weight, bias) if gradient_accumulation_fusion else F.linear(input, weight, bias)
 
 
-def eager_linear(
-    input: Tensor, weight: Tensor, bias: Tensor | None, gradient_accumulation_fusion: bool, *args: Any, **kwargs: Any
-) -> Tensor:
-    """Outside a graph Megatron's own, but for ``gradient_accumulation_fusion``, whose extension needs CUDA."""
-    own = not torch.compiler.is_compiling() and not gradient_accumulation_fusion
-    return (patches.original(LINEAR) if own else linear)(
-        input, weight, bias, gradient_accumulation_fusion, *args, **kwargs
-    )
+def eager_linear(*args: Any, **kwargs: Any) -> Tensor:
+    """Outside a graph Megatron's own, but for ``gradient_accumulation_fusion``, whose extension needs CUDA, and for
+    parts of unequal length."""
+    if torch.compiler.is_compiling():
+        return linear(*args, **kwargs)
+    is_ours = SIGNATURE.bind(*args, **kwargs).arguments["gradient_accumulation_fusion"]
+    return (linear if is_ours or gathers_unevenly(*args, **kwargs) else patches.original(LINEAR))(*args, **kwargs)
+
+
+SIGNATURE = inspect.signature(linear)
+
+
+def gathers_unevenly(*args: Any, **kwargs: Any) -> bool:
+    """Whether a call gathers a sequence of which ranks hold unequal parts."""
+    return uneven.is_sequence_uneven() and SIGNATURE.bind(*args, **kwargs).arguments["sequence_parallel"]
 
 
 eager_linear.warned = False  # Megatron's own keeps this flag on whatever has its name

@@ -6,15 +6,28 @@ names in checkpoints. Without the flags nothing is changed.
 
 from __future__ import annotations
 
+import functools
 from argparse import Namespace
 from typing import Any, Callable
 
 import torch
 from torch import Tensor, nn
 
-from mindspeed_fx.megatron import alibi, capacity, patches, rope_scaling, zero_memory
+from mindspeed_fx.megatron import (
+    adaptive_memory,
+    alibi,
+    biases,
+    capacity,
+    patches,
+    rope_scaling,
+    shortcut,
+    sparse_attention,
+    sparse_mixer,
+    zero_experts,
+    zero_memory,
+)
 from mindspeed_fx.megatron.flags import recomputed
-from mindspeed_fx.megatron.flags.llm_parts import ALL_HEADS, POST_NORM
+from mindspeed_fx.megatron.flags.llm_parts import ALL_HEADS, DENSE_BIAS, POST_NORM, SHORTCUT
 from mindspeed_fx.megatron.norm import AllHeadsRMSNorm, OffsetRMSNorm
 from mindspeed_fx.megatron.run_arguments import training_arguments
 
@@ -23,10 +36,19 @@ TARGET = "models.gpt.gpt_model:GPTModel.__init__"
 
 def gpt_model_init(self: Any, *args: Any, **kwargs: Any) -> None:
     """``GPTModel.__init__`` with the parts that the flags of the run ask for."""
-    patches.original(TARGET)(self, *args, **kwargs)
     flags = training_arguments()
+    if getattr(flags, "mindspeed_layers", None) == SHORTCUT:
+        args, kwargs = _with_shortcuts(args, kwargs)
+    patches.original(TARGET)(self, *args, **kwargs)
     if flags is not None:
         add_parts(self, flags)
+
+
+def _with_shortcuts(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Arguments of ``GPTModel.__init__`` whose layers are LongCat's."""
+    if "transformer_layer_spec" in kwargs:
+        return args, {**kwargs, "transformer_layer_spec": shortcut.make_shortcuts(kwargs["transformer_layer_spec"])}
+    return (args[0], shortcut.make_shortcuts(args[1]), *args[2:]), kwargs
 
 
 def add_parts(model: Any, args: Namespace) -> None:
@@ -40,6 +62,10 @@ def add_parts(model: Any, args: Namespace) -> None:
         model.embedding.register_forward_hook(lambda module, inputs, output: output * scale)
     if model.post_process:
         _scale_logits(model.output_layer, args)
+    if model.post_process and getattr(args, "add_output_layer_bias", False):
+        biases.add_to_columns(model.output_layer)
+    if getattr(args, "enable_dsa_indexer", False):
+        sparse_attention.add_indexers(model, args)
     for layer in model.decoder.layers:
         _change_layer(layer, args)
     if getattr(args, "gemm_gradient_accumulation_fusion", False):
@@ -48,6 +74,12 @@ def add_parts(model: Any, args: Namespace) -> None:
         rope_scaling.set_frequencies(model, args)
     if getattr(args, "capacity_over_sequence", False):
         capacity.count_over_sequence(model)
+    if getattr(args, "biased_softmax", False):
+        zero_experts.add_zero_experts(model, args)
+    if getattr(args, "enable_mla_scale_q_lora", False) or getattr(args, "enable_mla_scale_kv_lora", False):
+        _scale_latents(model, args)
+    if getattr(args, "sparse_mixer", False):
+        _mix_sparsely(model)
     if getattr(args, "fix_router", False):
         _fix_routers(model)
     if kind := getattr(args, "router_softmax_in_fp32", ""):
@@ -57,6 +89,8 @@ def add_parts(model: Any, args: Namespace) -> None:
         model.config.recompute_num_layers = recomputed.whole_layers(here)
     if getattr(args, "moe_zero_memory", "disable") != "disable":
         zero_memory.set_levels(model, args)
+    if getattr(args, "moe_adaptive_recompute_activation", False):
+        adaptive_memory.prepare(model, args)
     if getattr(args, "full_attention_interval", 0):
         _change_delta_nets(model)
     if getattr(args, "add_rmsnorm_offset", False):  # MindSpeed-LLM's weights start at one, Megatron's at zero
@@ -99,6 +133,8 @@ def _change_layer(layer: Any, args: Namespace) -> None:
             AllHeadsRMSNorm(heads * config.kv_channels, eps=config.layernorm_epsilon)
             for heads in (config.num_attention_heads, config.num_query_groups)
         )
+    if layers == DENSE_BIAS and getattr(args, "add_dense_bias", False):
+        biases.add_to_rows(layer.self_attention.linear_proj)
     if cap:
         softmax, change = layer.self_attention.core_attention.scale_mask_softmax, _capped(cap)
         softmax.register_forward_pre_hook(lambda module, inputs: (change(inputs[0]), *inputs[1:]))
@@ -135,6 +171,22 @@ def _change_delta_nets(model: Any) -> None:
         net.reset_parameters()
 
 
+def _scale_latents(model: Any, args: Namespace) -> None:
+    """Latents of queries, and of keys and values, times the root of hidden size over their width (LongCat)."""
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    for attention in (m for m in model.modules() if isinstance(m, MLASelfAttention)):
+        config = attention.config
+        if args.enable_mla_scale_q_lora:
+            _scale_output(attention.q_layernorm, (config.hidden_size / config.q_lora_rank) ** 0.5)
+        if args.enable_mla_scale_kv_lora:
+            _scale_output(attention.kv_layernorm, (config.hidden_size / config.kv_lora_rank) ** 0.5)
+
+
+def _scale_output(module: nn.Module, scale: float) -> None:
+    module.register_forward_hook(lambda module, inputs, output: output * scale)
+
+
 def _fix_routers(model: Any) -> None:
     from megatron.core.transformer.moe.router import TopKRouter
 
@@ -155,6 +207,13 @@ def _widen_softmaxes(model: Any, rounds: bool) -> None:
 
     for router in (m for m in model.modules() if isinstance(m, TopKRouter)):
         router.routing = widened(router.routing)
+
+
+def _mix_sparsely(model: Any) -> None:
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    for router in (m for m in model.modules() if isinstance(m, TopKRouter)):
+        router.routing = functools.partial(sparse_mixer.route, router)
 
 
 def in_turn(probs: Tensor, routing_map: Tensor, topk: int) -> tuple[Tensor, Tensor]:

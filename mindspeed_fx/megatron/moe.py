@@ -15,7 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_fx.megatron import checkpoint, collectives, dispatch, experts, patches, zero_memory
+from mindspeed_fx.megatron import (
+    adaptive_memory,
+    checkpoint,
+    collectives,
+    dispatch,
+    experts,
+    patches,
+    zero_experts,
+    zero_memory,
+)
 
 LAYER = "transformer.moe.moe_layer:MoELayer.forward"
 SINKHORN = "transformer.moe.moe_utils:sinkhorn"
@@ -46,11 +55,16 @@ def _forward(self: Any, hidden_states: Tensor, padding_mask: Tensor | None) -> T
     probs, routing_map = self.route(hidden_states, padding_mask)
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
     dropless = config.moe_expert_capacity_factor is None and padding_mask is None
+    returned = None
+    if zero_experts.count_of(self):  # some of a token's experts are none of those that compute
+        returned, probs, routing_map = zero_experts.split(self, tokens, probs, routing_map)
+        dropless = False
     if dispatch.is_needed(self):
         summed = dispatch.routed(self, tokens, routing_map, probs, dropless)
     else:
+        adaptive_memory.choose(self, routing_map.sum(0))
         summed = (_dropless if dropless else _with_capacity)(self, tokens, routing_map, probs)
-    summed = summed.view(hidden_states.shape)
+    summed = (summed if returned is None else summed + returned).view(hidden_states.shape)
     return summed if shared is None else summed + shared
 
 
@@ -104,7 +118,12 @@ def _dropless(self: Any, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> 
 def _with_capacity(self: Any, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> Tensor:
     """A token has top-k experts at most: how many is known when the program runs."""
     capacity = dispatch.capacity(routing_map, self.config)
-    rows = tokens.shape[0] * self.config.moe_router_topk if capacity is None else capacity * routing_map.shape[1]
+    if capacity is not None:
+        rows = capacity * routing_map.shape[1]
+    elif torch.compiler.is_compiling():  # the grouped product leaves rows behind the last expert's alone
+        rows = tokens.shape[0] * self.config.moe_router_topk
+    else:
+        rows = int(routing_map.sum())
 
     def enter(tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         token_of_row, share = dispatch.sort_by_expert(routing_map, probs, rows)
@@ -156,3 +175,13 @@ def sinkhorn(cost: Tensor, tol: float = 0.0001) -> Tensor:
 @sinkhorn.register_fake
 def _(cost: Tensor, tol: float = 0.0001) -> Tensor:
     return torch.empty_like(cost)
+
+
+def apply_input_jitter(self: Any, input: Tensor) -> Tensor:
+    """``TopKRouter.apply_input_jitter``, whose distribution Megatron makes in the first call and keeps."""
+    eps = self.config.moe_input_jitter_eps
+    if eps is None:
+        return input
+    low, high = (input.new_full((), 1.0 + sign * eps) for sign in (-1, 1))
+    noise = input.detach().clone().uniform_()  # of what was computed: draws of a graph stay in this order
+    return input * (low + noise * (high - low))

@@ -17,7 +17,7 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
-from mindspeed_fx.megatron import nanopipe, patches
+from mindspeed_fx.megatron import nanopipe, patches, several_tensors
 
 SCHEDULE = "pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving"
 BACKWARD_STEP = "pipeline_parallel.schedules:backward_step"
@@ -153,11 +153,14 @@ def messages(target: str) -> Callable[..., Any]:
     return send_and_receive
 
 
-def backward_step(*args: Any, **kwargs: Any) -> Any:
-    """``backward_step``, which the run counts."""
+def backward_step(input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, model_type: Any, config: Any) -> Any:
+    """``backward_step``, which the run counts, or which begins at several tensors."""
+    if several_tensors.has_several(output_tensor, output_tensor_grad):
+        return several_tensors.backward_step(input_tensor, output_tensor, output_tensor_grad, config)
+    args = (input_tensor, output_tensor, output_tensor_grad, model_type, config)
     if _running is not None:
         _running.begin_backward()
-    result = patches.original(BACKWARD_STEP)(*args, **kwargs)
+    result = patches.original(BACKWARD_STEP)(*args)
     if _running is not None:
         _running.end_backward()
     return result

@@ -36,6 +36,10 @@ from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
     rng,
     rope_scaling,
     rotary,
+    several_tensors,
+    uneven,
+    wide_norms,
+    zero_experts,
     zero_memory,
 )
 from mindspeed_fx.megatron.groups import has_accelerator
@@ -51,6 +55,8 @@ def table() -> list[Patch]:
     without_cuda = _without_cuda() if groups.kind() != "cuda" else []
     return (
         _everywhere()
+        + uneven.table()
+        + wide_norms.table()
         + _data_parallel()
         + _optimizers()
         + _without_transformer_engine()
@@ -135,6 +141,7 @@ def _everywhere() -> list[Patch]:
         ),
         *context_parallel.table(),
         *ripipe.table(),
+        *several_tensors.table(),
         Patch(
             groups.NCCL_OPTIONS,
             groups.get_nccl_options,
@@ -205,7 +212,14 @@ def _in_graph() -> list[Patch]:
     return [
         *(_mapping(name, functional) for name in collectives.MAPPINGS),
         *(
-            [Patch(linear.LINEAR, linear.linear, "async_op=True in its backward cannot be captured")]
+            [
+                Patch(
+                    linear.LINEAR,
+                    linear.linear,
+                    "async_op=True in its backward cannot be captured",
+                    also=linear.gathers_unevenly,
+                )
+            ]
             if groups.kind() == "cuda"
             else []
         ),
@@ -224,7 +238,8 @@ def _in_graph() -> list[Patch]:
         Patch("fusions.fused_bias_geglu:bias_geglu_impl", fusions.bias_geglu_impl, HIDES),
         Patch("fusions.fused_bias_gelu:bias_gelu_impl", fusions.bias_gelu_impl, HIDES),
         Patch(moe.SINKHORN, moe.sinkhorn, "ends when the numbers say so; it has no gradient"),
-        Patch(moe.LAYER, moe.layer_forward, counts, also=zero_memory.is_asked),
+        Patch("transformer.moe.router:TopKRouter.apply_input_jitter", moe.apply_input_jitter, "keeps a distribution"),
+        Patch(moe.LAYER, moe.layer_forward, counts, also=zero_experts.is_layer_ours),
         Patch(experts.EXPERTS, experts.sequential_forward, counts, also=zero_memory.is_asked),
         Patch(f"{rotary.ROTARY}.forward", _uncached_forward(rotary.ROTARY), "lru_cache cannot be captured"),
         Patch(f"{rotary.YARN}.forward", _uncached_forward(rotary.YARN), "lru_cache cannot be captured"),
@@ -241,10 +256,9 @@ def _in_graph() -> list[Patch]:
 
 def _mapping(name: str, reason: str) -> Patch:
     target, ours = f"tensor_parallel.mappings:{name}", getattr(collectives, name)
-    if name in collectives.UNEVEN and not has_accelerator():
-        chosen = collectives.in_graph_or_uneven(target, ours, collectives.UNEVEN[name])
-        return Patch(target, chosen, f"{reason}; and gloo moves parts of one length alone", WITHOUT_ACCELERATOR)
-    return Patch(target, ours, reason)
+    if name not in collectives.UNEVEN:
+        return Patch(target, ours, reason)
+    return Patch(target, ours, f"{reason}; and parts of unequal length", also=collectives.moves_uneven_parts(name))
 
 
 def _with_accelerator() -> list[Patch]:

@@ -35,8 +35,8 @@ def level_of(module: Any) -> str | None:
 
 
 def is_asked(module: Any, *args: Any, **kwargs: Any) -> bool:
-    """Whether the flag is about this module."""
-    return level_of(module) is not None
+    """Whether the flag is about this module, or another that sets its level at every call."""
+    return level_of(module) is not None or hasattr(module, "adaptive_scale")
 
 
 def whole(layer: Any, function: Callable[..., Any], *args: Any) -> Any:

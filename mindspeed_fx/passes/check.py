@@ -82,7 +82,18 @@ def _real(node: fx.Node) -> Any:
         result = (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(value.dtype)
     else:
         result = torch.randint(0, 2, shape, generator=generator).to(value.dtype)
-    return result.to(value.device)
+    return _laid_out(result, [fake.hint(s) for s in value.stride()]).to(value.device)
+
+
+def _laid_out(x: torch.Tensor, strides: list[int]) -> torch.Tensor:
+    """``x`` with these strides, where they fill a block of memory: the graph may have a view of it that only they
+    allow. With any others (expanded, sliced) it stays contiguous, of which every view can be had."""
+    filled = 1
+    for size, stride in sorted(zip(x.shape, strides), key=lambda pair: (pair[1], pair[0])):
+        if size != 1 and stride != filled:
+            return x
+        filled *= size
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype).copy_(x)
 
 
 def _evaluate(gm: fx.GraphModule, inputs: list[Any], differentiable: bool) -> list[tuple[str, torch.Tensor | None]]:

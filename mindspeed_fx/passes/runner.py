@@ -100,6 +100,7 @@ class Pipeline:
             after,
             before_text,
             readable(gm) if readable and (report.rewrites or after != count) else before_text,
+            exact=p.exact,
         )
         if before is not None:
             run.check = check_pass(p, before, gm, differentiable=p.stage == "captured")
@@ -127,7 +128,8 @@ class Pipeline:
                 seconds = time.perf_counter() - start
                 saved = saved if report.saved is None else set(report.saved)
                 record.seconds["passes"] = record.seconds.get("passes", 0.0) + seconds
-                record.runs.append(PassRun(report, "joint", seconds, len(graph.nodes), len(graph.nodes)))
+                size = len(graph.nodes)
+                record.runs.append(PassRun(report, "joint", seconds, size, size, exact=p.exact))
         return saved if saved is None else [n for n in graph.nodes if n.name in saved]
 
     def refuse(self, stage: str, reason: str, record: GraphRecord) -> None:

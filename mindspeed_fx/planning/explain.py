@@ -8,12 +8,14 @@ import functools
 import html
 import json
 import pathlib
-from typing import Any, Callable, Iterator
+import time
+from typing import Any, Callable, Iterator, Sequence
 
 import torch
 from torch.utils import _pytree as pytree
 
-from mindspeed_fx.report import recorder, summary
+from mindspeed_fx import arguments
+from mindspeed_fx.report import recorder, summary, terminal
 from mindspeed_fx.report.measured import Measured
 from mindspeed_fx.report.modelled import Modelled
 from mindspeed_fx.report.records import GraphRecord, Site, Skip
@@ -90,7 +92,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the code, as values that JSON has or that have a text."""
-        from mindspeed_fx.report.dump import metadata
+        from mindspeed_fx.report.metadata import metadata
 
         return {
             "graph_count": self.graph_count,
@@ -100,8 +102,35 @@ class Report:
             "graphs": [metadata(g) for g in self.graphs],
         }
 
+    def ask(self, question: str, argument: Any = None, memory: Any = None) -> str:
+        """The answer to one of ten questions, as text; docs/questions.md has them all.
+
+        Args:
+            question: "unfused", "peak", "exposed", "rank", "node", "level", "bought", "step1", "batch" or
+                "approximated".
+            argument: what the question is about: a kind of layer, a rank, a node, a level, a family, a batch.
+            memory: of the device, for "batch": bytes, or a size as in "24GiB"; None: what the hardware's table has.
+
+        Raises:
+            OptionError: no such question, or an argument that it does not take; the message has the nearest.
+        """
+        from mindspeed_fx.report.answers import ask, source
+
+        size = None if memory is None else arguments.parse_bytes("memory", memory)
+        graphs = source.of_records(self.graphs, size)
+        return ask.answer_text(graphs, question, None if argument is None else str(argument))
+
     def __str__(self) -> str:
         return summary.text(self)
+
+    def __rich__(self) -> Any:
+        """For ``rich.print``: with colours."""
+        return terminal.highlighted(str(self))
+
+    @property
+    def idle(self) -> dict[str, list[str]]:
+        """Passes that had nothing to do, each with the reasons that it gave."""
+        return summary.idle_passes(self)
 
     def _repr_html_(self) -> str:
         """For notebooks."""
@@ -117,7 +146,12 @@ class Report:
 
 
 def explain(
-    model: Callable, *args: Any, options: dict[str, Any] | None = None, measure: bool = False, **kwargs: Any
+    model: Callable,
+    *args: Any,
+    options: dict[str, Any] | None = None,
+    measure: bool = False,
+    what_if: bool | Sequence[str] = False,
+    **kwargs: Any,
 ) -> Report:
     """Compile ``model``, run it once forward and (if an output needs a gradient) backward, and report.
 
@@ -132,12 +166,17 @@ def explain(
             rewrites that did something, and by kernel with torch.profiler: ``report.measured``. Takes a compilation for
             each family and about ten seconds of steps. Of several ranks all must call.
 
+        what_if: also model the step otherwise, on fake tensors and without generating code: ``True`` at the other
+            levels, without each family of rewrites that did something, and with two, four and eight times the batch; or
+            a list of such forms: ``["level 1", "without norms", "batch 8"]``.
+
     Raises:
         OptionError: a bad option. Errors of the model and of the compiler pass through.
-        ArgumentError: args and kwargs that the model does not take; ``measure`` with tensors that are fake or on the
-            meta device, with the kernels of another device, or with parameters that step in the backward.
+        ArgumentError: args and kwargs that the model does not take; an unknown form of the step; ``measure`` with
+            tensors that are fake or on the meta device, with the kernels of another device, or with parameters that
+            step in the backward.
     """
-    from mindspeed_fx import arguments, torch_compile
+    from mindspeed_fx import torch_compile
     from mindspeed_fx.backend import mindspeed
     from mindspeed_fx.compat import dynamo, inductor
     from mindspeed_fx.options import Options
@@ -146,6 +185,7 @@ def explain(
     arguments.check_call("explain", args, kwargs, model)
     arguments.check_options("explain", options)
     arguments.check_bool("explain", "measure", measure)
+    forms = _forms(what_if)
     parsed = Options.parse(options)  # a bad option is an error of its own, not one inside a compilation
     state = _State(model, (args, kwargs))
     if measure:
@@ -155,7 +195,7 @@ def explain(
     # Dynamo keeps what it compiled for a backend; one of its own makes it compile even a model that was compiled
     # before.
     backend = lambda gm, inputs: mindspeed(gm, inputs, options=options)  # noqa: E731
-    step = functools.partial(_run_step, args=args, kwargs=kwargs)
+    step = functools.partial(run_step, args=args, kwargs=kwargs)
     with dynamo.recompiling(), state.restored():
         with (
             recorder.collecting() as graphs,
@@ -163,8 +203,17 @@ def explain(
             inductor.kernels_by_node() if measure else contextlib.nullcontext(),
         ):
             compiled = torch_compile.compile_with_backend(dynamo.fresh_callable(model), backend=backend)
+            start = time.perf_counter()
             step(compiled)
         report = Report(list(graphs), list(breaks))
+        for graph in report.graphs[:1]:
+            graph.seconds["first step"] = time.perf_counter() - start
+        if forms is not None:
+            from mindspeed_fx.planning import what_if as modelling
+
+            result = modelling.what_if(model, args, kwargs, run_step, options, forms, report.graphs)
+            for graph in report.graphs:
+                graph.what_if = result
         if measure:
             device = measuring.device_of(state.tensors)
             report.measured = measuring.measure_step(
@@ -175,7 +224,22 @@ def explain(
     return report
 
 
-def _run_step(model: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+def _forms(what_if: Any) -> list[str] | None:
+    """The forms of the step that are asked for; None for none, [] for all."""
+    from mindspeed_fx.planning.what_if import parse_form
+
+    if isinstance(what_if, bool):
+        return [] if what_if else None
+    if not isinstance(what_if, (list, tuple)):
+        arguments.refuse(
+            "explain", "what_if", what_if, 'True, False, or a list as in ["level 1", "batch 8"] is expected'
+        )
+    for text in what_if:
+        parse_form(text)
+    return list(what_if)
+
+
+def run_step(model: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Runs forward and, where an output needs a gradient, backward; whether it did."""
     loss = loss_of(model(*args, **kwargs))
     if loss is not None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from mindspeed_fx.arguments import check_call
 from mindspeed_fx.planning.user_script import build_model, failures, split_source
+from mindspeed_fx.report.terminal import show
 
 
 def add_explain(commands: Any) -> None:
@@ -17,8 +18,8 @@ def add_explain(commands: Any) -> None:
     explain = commands.add_parser(
         "explain",
         help="run a script, or a function that returns a model and its inputs, and report every rewrite",
-        usage="mindspeed-fx explain SCRIPT.py[:FUNCTION] [--options JSON] [--save DIR] [--measure] [--memory-curve] "
-        "[--json] [-- script arguments]",
+        usage="mindspeed-fx explain SCRIPT.py[:FUNCTION] [--options JSON] [--save DIR] [--measure] [--what-if] "
+        "[--memory-curve] [--json] [-- script arguments]",
     )
     explain.add_argument(
         "script",
@@ -34,6 +35,12 @@ def add_explain(commands: Any) -> None:
         action="store_true",
         help="of SCRIPT.py:FUNCTION also time the step on the device that is here, whole, without each family of "
         "rewrites, and by kernel: what each rewrite bought, and where the cost model is wrong",
+    )
+    explain.add_argument(
+        "--what-if",
+        action="store_true",
+        help="of SCRIPT.py:FUNCTION also model the step at the other levels, without each family of rewrites and with "
+        "larger batches, for the page's and the dump's answers",
     )
     explain.add_argument(
         "--memory-curve",
@@ -62,16 +69,21 @@ def _explain(arg: argparse.Namespace) -> int:
         raise ValueError(f"-- {' '.join(arg.args)}: {arg.script} is called without arguments; a script alone gets them")
     if arg.save is not None and (not arg.save or os.path.isfile(arg.save)):
         raise ValueError(f"--save {arg.save}: a directory is expected{', and this is a file' * bool(arg.save)}")
-    if arg.measure and not function:
-        raise ValueError(
-            "--measure needs SCRIPT.py:FUNCTION, whose model and inputs are a step; a script's is not known"
-        )
+    for name in ("measure", "what_if"):
+        if getattr(arg, name) and not function:
+            raise ValueError(
+                f"--{name.replace('_', '-')} needs SCRIPT.py:FUNCTION, whose model and inputs are a step; a "
+                "script's is not known"
+            )
     report = (
-        _explain_function(path, function, options, arg.measure)
+        _explain_function(path, function, options, arg.measure, arg.what_if)
         if function
         else _explain_script(path, arg.args, options)
     )
-    print(report.to_json() if arg.json else report)
+    if arg.json:
+        print(report.to_json())
+    else:
+        show(str(report))
     for n, points in enumerate(report.pareto if arg.memory_curve and not arg.json else ()):
         print(
             f"graph {n}: time against peak, modelled\n{pareto(points)}"
@@ -86,13 +98,13 @@ def _explain(arg: argparse.Namespace) -> int:
     return 0
 
 
-def _explain_function(path: str, function: str, options: dict[str, Any], measure: bool) -> Any:
+def _explain_function(path: str, function: str, options: dict[str, Any], measure: bool, what_if: bool) -> Any:
     import mindspeed_fx
 
     model, args, kwargs = build_model(path, function)
     check_call("explain", args, kwargs)
     with failures(path):
-        return mindspeed_fx.explain(model, *args, options=options, measure=measure, **kwargs)
+        return mindspeed_fx.explain(model, *args, options=options, measure=measure, what_if=what_if, **kwargs)
 
 
 def _explain_script(path: str, arguments: list[str], options: dict[str, Any]) -> Any:

@@ -117,6 +117,10 @@ def text(results: dict[str, Any]) -> str:
         for p in results["megatron_patches"]
         or ("none in this process: importing mindspeed_fx.megatron_adaptor applies them",)
     ]
+    lines += [
+        "what runs here",
+        "  mindspeed-fx verify-device executes every operator, kernel and fusion against its reference, in ten minutes",
+    ]
     return "\n".join(lines)
 
 

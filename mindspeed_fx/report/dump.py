@@ -9,18 +9,18 @@ DIR/rank0/graph0/metadata.json, report.html
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import os
 import pathlib
 import re
-from typing import Any
+from typing import Any, Mapping
 
 from mindspeed_fx.compat import distributed
 from mindspeed_fx.private_files import write_whole
 from mindspeed_fx.report import measured, memory
 from mindspeed_fx.report.diffs import diff_text, is_changed, lowered_counts
+from mindspeed_fx.report.metadata import metadata, order_of_graph, read_all
 from mindspeed_fx.report.records import GraphRecord, PassRun
 
 SHOWN = 0o644
@@ -38,11 +38,10 @@ def write(record: GraphRecord, directory: str) -> pathlib.Path:
     Raises:
         OSError: the directory cannot be written; the message names the option.
     """
-    from mindspeed_fx.report.html import index_page
-
     root = pathlib.Path(directory)
     folder = root / f"rank{record.rank}" / f"graph{record.index}"
-    files, pictures = _files(record), _pictures(record)
+    values = metadata(record)
+    files, pictures = _files(record, values), _pictures(record)
     try:
         if (begun := (os.getpid(), str(root.resolve()), record.rank)) not in _begun:
             clear(directory, record.rank)
@@ -54,41 +53,31 @@ def write(record: GraphRecord, directory: str) -> pathlib.Path:
         # Before the files that it lists, so that those of a process that is killed here are known as ours.
         write_whole(
             folder / "metadata.json",
-            json.dumps({**metadata(record), "files": sorted([*files, *pictures])}, indent=1, default=str),
+            json.dumps({**values, "files": sorted([*files, *pictures])}, indent=1, default=str),
             SHOWN,
         )
         for name, text in files.items():
             write_whole(folder / name, text, SHOWN)
         for name, curves in pictures.items():
             memory.png(curves, str(folder / name))
-        graphs = sorted(
-            root.glob("rank*/graph*/index.md"),
-            key=lambda g: [int("".join(filter(str.isdigit, part)) or 0) for part in g.parts[-3:-1]],
-        )
-        write_whole(
-            root / "index.md",
-            "# mindspeed_fx dump\n\n"
-            + "".join(f"- [{g.parent.relative_to(root)}]({g.relative_to(root)})\n" for g in graphs),
-            SHOWN,
-        )
-        write_whole(root / "index.html", index_page(_metadata_of(root, [g.parent for g in graphs])), SHOWN)
+        write_index(root)
     except OSError as e:
         why = "; a directory that can be written, or made, is expected"
         raise OSError(f'option "dump": cannot write to {directory!r}: {e}{why}') from e
     return folder
 
 
-def _metadata_of(root: pathlib.Path, folders: list[pathlib.Path]) -> list[tuple[str, dict[str, Any]]]:
-    """Folder below ``root`` and its metadata; another rank's that is being written now is left out, and its rank
-    writes the index again."""
-    results = []
-    for folder in folders:
-        try:
-            values = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        results.append((str(folder.relative_to(root)), values))
-    return results
+def write_index(root: pathlib.Path) -> list[pathlib.Path]:
+    """Write index.md and index.html of all graphs of all ranks that are in a dump; returns the graphs' folders. Every
+    rank does so whenever it has written a graph; so does ``mindspeed-fx index``, where ranks wrote to different places.
+    """
+    from mindspeed_fx.report.html import index_page
+
+    folders = sorted((g.parent for g in root.glob("rank*/graph*/index.md")), key=order_of_graph)
+    lines = [f"- [{f.relative_to(root)}]({f.relative_to(root)}/index.md)\n" for f in folders]
+    write_whole(root / "index.md", "# mindspeed_fx dump\n\n" + "".join(lines), SHOWN)
+    write_whole(root / "index.html", index_page(read_all(root, folders)), SHOWN)
+    return folders
 
 
 def clear(directory: str, rank: int) -> None:
@@ -118,7 +107,7 @@ def _own(folder: pathlib.Path) -> list[str]:
         return []
 
 
-def _files(record: GraphRecord) -> dict[str, str]:
+def _files(record: GraphRecord, values: Mapping[str, Any]) -> dict[str, str]:
     """File name -> text of one graph, but for metadata.json."""
     from mindspeed_fx.report.html import graph_page
 
@@ -128,7 +117,7 @@ def _files(record: GraphRecord) -> dict[str, str]:
         if is_changed(run):
             files |= {f"{stem}.before.py": run.before, f"{stem}.after.py": run.after, f"{stem}.diff": diff_text(run)}
         files |= {f"{stem}.{_in_file_name(name)}": text for name, text in run.report.files.items()}
-    return {**files, "index.md": index_text(record), "report.html": graph_page(record)}
+    return {**files, "index.md": index_text(record), "report.html": graph_page(record, values)}
 
 
 def _stem(number: int, run: PassRun) -> str:
@@ -149,20 +138,6 @@ def _pictures(record: GraphRecord) -> dict[str, Any]:
         for number, run in enumerate(record.runs)
         if run.report.curves
     }
-
-
-def metadata(record: GraphRecord) -> dict[str, Any]:
-    """Everything but the code, ready for JSON."""
-    from mindspeed_fx.report.modelled import modelled_rows
-
-    values = dataclasses.asdict(dataclasses.replace(record, calls={}, stages={}))
-    del values["stages"], values["calls"], values["logged"], values["kernels"]
-    for run in values["runs"]:
-        for code in ("before", "after", "diff"):
-            run.pop(code)
-        run["report"].pop("files")
-        run["report"].pop("curves")
-    return {**values, "counts": record.counts, "modelled": modelled_rows(record)}
 
 
 def index_text(record: GraphRecord) -> str:

@@ -102,6 +102,9 @@ class Measured:
     """Seconds in kernels that belong to no node of the graphs, by name."""
     unseen_modelled_seconds: float = 0.0
     """Modelled time of nodes for which the profiler has no kernel."""
+    timeline: list[tuple[str, str, float, float]] = field(default_factory=list)
+    """Kernel, graph ("forward" ...), start and seconds of every kernel of one profiled step; starts count from the
+    first."""
     notes: list[str] = field(default_factory=list)
 
     @property

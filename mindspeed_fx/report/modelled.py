@@ -97,13 +97,20 @@ def estimated(record: GraphRecord, stage: str, hardware: str | None = None) -> A
     name = hardware or _hardware_name(record)
     if name is None:
         raise OptionError(f'option "hardware": {str(record.effective["hardware"]).removeprefix("none: ")}')
-    calls = record.calls[stage]
-    return Estimate(calls, device(name), record.effective["codegen"] == "inductor", calls.hints)
+    calls, known = record.calls[stage], record.estimates.get(stage)
+    if hardware is None and known is not None and known.calls is calls:
+        return known
+    estimate = Estimate(calls, device(name), record.effective["codegen"] == "inductor", calls.hints)
+    if hardware is None:
+        record.estimates[stage] = estimate
+    return estimate
 
 
-def estimates(record: GraphRecord) -> dict[str, Any]:
-    """Stage -> :class:`mindspeed_fx.cost.graph.Estimate`; {} where no hardware is known or nothing was kept."""
-    return {} if _hardware_name(record) is None else {stage: estimated(record, stage) for stage in record.calls}
+def estimates(record: GraphRecord, *stages: str) -> dict[str, Any]:
+    """Stage -> :class:`mindspeed_fx.cost.graph.Estimate`, of all stages or of these; {} where no hardware is known or
+    nothing was kept."""
+    wanted = [stage for stage in record.calls if not stages or stage in stages]
+    return {} if _hardware_name(record) is None else {stage: estimated(record, stage) for stage in wanted}
 
 
 def modelled_rows(record: GraphRecord) -> list[dict[str, Any]]:

@@ -6,9 +6,9 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-from typing import Any, Iterable
+from typing import Any
 
-from mindspeed_fx.report import modelled
+from mindspeed_fx.report import lanes, modelled
 from mindspeed_fx.report.diffs import diff_text, is_changed
 from mindspeed_fx.report.records import GraphRecord
 from mindspeed_fx.report.step_memory import StepMemory, step_memory
@@ -36,11 +36,12 @@ def page_data(record: GraphRecord) -> dict[str, Any]:
     names = Names()
     estimates = modelled.estimates(record)
     memory = step_memory(estimates)
-    values = {
+    values: dict[str, Any] = {
         "meaning": modelled.MEANING,
         "kernels": {stage: _kernels(estimate, names) for stage, estimate in estimates.items()},
         "roofs": _roofs(next(iter(estimates.values()))) if estimates else None,
         "memory": _memory(memory, names) if memory else None,
+        "timeline": _timeline(record, estimates, names),
         "passes": [_pass(run, names) for run in record.runs],
         "codes": record.stages,
         "first": {run.stage: run.before for run in reversed(record.runs) if run.before is not None},
@@ -78,6 +79,27 @@ def _roofs(estimate: Any) -> dict[str, Any]:
     return {"device": hw.title, "peaks": matrix, "bandwidth": float(hw.memory_bandwidth)}
 
 
+def _timeline(record: GraphRecord, estimates: dict[str, Any], names: Names) -> dict[str, Any]:
+    """The modelled schedule of every final graph, kernel by kernel as in "kernels", and what was measured; in
+    microseconds. Starts are left out where everything runs on one lane, one kernel after the other."""
+    graphs = {}
+    for stage in (s for s in lanes.STEP if s in record.lanes):
+        schedule = record.lanes[stage]
+        graphs[stage] = {
+            "lanes": schedule.names,
+            "lane": list(schedule.lane_of) if len(schedule.names) > 1 else None,
+            "start": lanes.starts_of(schedule) if len(schedule.names) > 1 else None,
+            "us": round(schedule.seconds * 1e6, 3),
+            "exposed": [
+                [k, round(s * 1e6, 3), names(schedule.reasons.get(k, ""))]
+                for k, s in sorted(schedule.exposed.items(), key=lambda item: -item[1])
+            ],
+        }
+    kernels = record.measured.timeline if record.measured is not None else []
+    rows = [[names(name), names(side), round(t * 1e6, 2), round(s * 1e6, 2)] for name, side, t, s in kernels]
+    return {"graphs": graphs, "measured": rows}
+
+
 def _memory(memory: StepMemory, names: Names) -> dict[str, Any]:
     curve = memory.curve
     return {
@@ -97,25 +119,3 @@ def _pass(run: Any, names: Names) -> dict[str, Any]:
         "skips": [[names(s.reason), names(s.module), names(s.source)] for s in run.report.skipped],
         "diff": diff_text(run) if is_changed(run) else "",
     }
-
-
-def differences_of_ranks(rows: Iterable[dict[str, Any]]) -> dict[int, list[str]]:
-    """Graph -> passes whose rewrites are not as many on every rank.
-
-    Args:
-        rows: of every dumped graph ``rank``, ``index`` and ``counts``.
-    """
-    counts: dict[int, dict[str, dict[int, int]]] = {}
-    ranks: dict[int, set[int]] = {}
-    for row in rows:
-        ranks.setdefault(row["index"], set()).add(row["rank"])
-        for name, count in row["counts"].items():
-            counts.setdefault(row["index"], {}).setdefault(name, {})[row["rank"]] = count
-    results: dict[int, list[str]] = {}
-    for index, passes in counts.items():
-        for name, by_rank in passes.items():
-            numbers = {rank: by_rank.get(rank, 0) for rank in sorted(ranks[index])}
-            if len(set(numbers.values())) > 1:
-                words = ", ".join(f"rank {rank}: {number}" for rank, number in numbers.items())
-                results.setdefault(index, []).append(f"{name} ({words})")
-    return results

@@ -12,15 +12,23 @@ import json
 import logging
 import threading
 import time
-from typing import Any, Iterator
+from typing import Any, Iterator, Sequence
+
+import torch
 
 from mindspeed_fx._version import __version__
+from mindspeed_fx.compat import dynamo, inductor, structured_trace
+from mindspeed_fx.compat.fake import hint as size_hint
+from mindspeed_fx.report.diffs import diff_text, is_changed
 from mindspeed_fx.report.records import GraphRecord
 
 log = logging.getLogger("mindspeed_fx")
+CODE, DIFFS = "mindspeed_fx.report.code", "mindspeed_fx.report.diffs"
+"""Loggers of artifacts: the modules that write them, since TORCH_LOGS knows the names of modules."""
 _lock = threading.Lock()
 _collectors: list[list[GraphRecord]] = []
 _graphs = 0
+_modelling = 0
 
 
 def begin(options: dict[str, Any], effective: dict[str, Any], rank: int) -> GraphRecord:
@@ -32,6 +40,7 @@ def begin(options: dict[str, Any], effective: dict[str, Any], rank: int) -> Grap
         index = len(_collectors[-1]) if _collectors else _graphs
         _graphs += not _collectors
         record = GraphRecord(index, rank, options, effective)
+        record.seconds |= {"dynamo": seconds} if (seconds := dynamo.frame_seconds()) else {}
         for collector in _collectors:
             collector.append(record)
     return record
@@ -54,6 +63,7 @@ def discard(record: GraphRecord) -> None:
 
 def finish(record: GraphRecord) -> None:
     """Write what was asked for; may be called more than once for one record."""
+    _log_code(record)
     _log_runs(record)
     if record.options.get("dump"):
         from mindspeed_fx.report import dump
@@ -83,9 +93,27 @@ def _log_runs(record: GraphRecord) -> None:
             log.debug("%s: left alone at %s: %s", run.report.name, skip.source or skip.module, skip.reason)
 
 
+def _log_code(record: GraphRecord) -> None:
+    """Artifacts by their names: TORCH_LOGS="mindspeed_fx.report.code" shows every graph as code, and
+    "mindspeed_fx.report.diffs" what each pass changed. The name alone turns one on: it is too long for "mindspeed_fx".
+    """
+    names = structured_trace.named_in_torch_logs()
+    if DIFFS in names:
+        for run in record.runs[record.logged :]:
+            if is_changed(run):
+                head = f"graph {record.index}, {run.stage}, {run.report.name}"
+                logging.getLogger(DIFFS).info("%s\n%s", head, diff_text(run))
+    if CODE in names:
+        stages = list(record.stages.items())
+        for stage, text in stages[record.logged_graphs :]:
+            logging.getLogger(CODE).info("graph %d, %s\n%s", record.index, stage, text)
+        record.logged_graphs = len(stages)
+
+
 def wants_text(options: dict[str, Any]) -> bool:
     """True when the code before and after each pass must be kept."""
-    return bool(options.get("dump")) or collecting_active() or _tracing()
+    logged = {CODE, DIFFS} & structured_trace.named_in_torch_logs()
+    return bool(options.get("dump")) or collecting_active() or bool(logged) or _tracing()
 
 
 def collecting_active() -> bool:
@@ -116,7 +144,43 @@ def record_time(record: GraphRecord, name: str) -> Iterator[None]:
         record.seconds[name] = record.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
-def _tracing() -> bool:
-    from mindspeed_fx.compat import structured_trace
+@contextlib.contextmanager
+def record_codegen(record: GraphRecord) -> Iterator[None]:
+    """As :func:`record_time` for "codegen", and of that "compilers": waiting for compilers of what was generated."""
+    before = inductor.compiler_seconds()
+    with record_time(record, "codegen"):
+        yield
+    if (seconds := inductor.compiler_seconds() - before) > 0:
+        record.seconds["compilers"] = record.seconds.get("compilers", 0.0) + seconds
 
+
+def note_inputs(record: GraphRecord, inputs: Sequence[Any]) -> None:
+    """Bytes of what a graph is given."""
+    values = {"trainable": 0, "elements": 0, "other": 0}
+    for x in (x for x in inputs if isinstance(x, torch.Tensor) and x.layout is torch.strided):
+        size = size_hint(x.numel())
+        is_trainable = x.requires_grad and x.is_leaf
+        values["trainable" if is_trainable else "other"] += size * x.element_size()
+        values["elements"] += size * is_trainable
+    record.input_bytes = values
+
+
+@contextlib.contextmanager
+def modelling() -> Iterator[list[GraphRecord]]:
+    """As :func:`collecting`; and graphs end before code is generated for them: they run operator by operator."""
+    global _modelling
+    with collecting() as records:
+        _modelling += 1
+        try:
+            yield records
+        finally:
+            _modelling -= 1
+
+
+def is_modelling() -> bool:
+    """True inside :func:`modelling`."""
+    return _modelling > 0
+
+
+def _tracing() -> bool:
     return structured_trace.structured_tracing()

@@ -82,6 +82,8 @@ class PassRun:
     after: str | None = None
     check: str = ""
     """Result of the numeric check; "" when it was not asked for."""
+    exact: bool | None = None
+    """Whether outputs and gradients stay bitwise equal, as the pass declares; None where it did not run."""
     diff: str | None = None
     """The unified diff of the two, once :func:`mindspeed_fx.report.diffs.diff_text` was asked for it."""
 
@@ -101,18 +103,33 @@ class GraphRecord:
     calls: dict[str, Any] = field(default_factory=dict)
     """Stage name -> the graph's :class:`mindspeed_fx.cost.read.Calls` at "captured" (before any pass rewrote it), and
     when finished at "forward", "backward" or "inference"; filled when a dump or a report was asked for."""
+    estimates: dict[str, Any] = field(default_factory=dict)
+    """Stage name -> the :class:`mindspeed_fx.cost.graph.Estimate` for the hardware of the options, once asked for."""
+    lanes: dict[str, Any] = field(default_factory=dict)
+    """Final graph -> its modelled schedule, a :class:`mindspeed_fx.report.lanes.Lanes`; where ``calls`` has it and
+    hardware is known."""
+    input_bytes: dict[str, int] = field(default_factory=dict)
+    """Bytes that the graph is given: "trainable" (leaves that want a gradient) and "other"; and "elements" of the
+    former."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Named times: "capture", "passes", "lowering", "compile"."""
+    """Named times: "dynamo", "capture", "passes", "lowering", "codegen" (with "compilers", where other programs compile
+    what it generated), "compile" (all of them but Dynamo's); "first step" of the model, on its first graph."""
     lowered: list[dict[str, Any]] = field(default_factory=list)
     """One row per operator call lowered: operator, target, kernel, side, reason when it fell back."""
     kernels: dict[str, dict[str, list[str]]] = field(default_factory=dict)
     """"forward", "backward" or "inference" -> "kernel:number" of each kernel that Inductor calls -> the nodes that it
     computes; filled within :func:`mindspeed_fx.compat.inductor.kernels_by_node`."""
+    what_if: Any = None
+    """The :class:`mindspeed_fx.report.what_if.WhatIf` of the step that this graph is of; None unless asked for."""
     measured: Any = None
     """The :class:`mindspeed_fx.report.measured.Measured` of the step that this graph is of; None unless asked for."""
 
     logged: int = 0
     """Runs that the log has told of."""
+    traced: dict[str, int] = field(default_factory=dict)
+    """Artifacts of torch's structured trace that were written -> hash of their text."""
+    logged_graphs: int = 0
+    """Entries of ``stages`` that the log has shown."""
 
     @property
     def counts(self) -> dict[str, int]:

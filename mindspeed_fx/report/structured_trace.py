@@ -1,4 +1,5 @@
-"""The same artifacts for ``TORCH_TRACE`` logs, so that tlparse shows them beside torch's own."""
+"""The same artifacts for ``TORCH_TRACE`` logs: tlparse lists them by their names under each compilation, beside torch's
+own."""
 
 from __future__ import annotations
 
@@ -7,12 +8,18 @@ from mindspeed_fx.report.records import GraphRecord
 
 
 def emit(record: GraphRecord) -> None:
-    """One artifact for each pass that changed the graph, and the index; runs already emitted are not repeated."""
+    """An artifact for each pass that changed the graph (its code, and the difference), for each graph that runs, and
+    the index; what was written already is not repeated."""
+    from mindspeed_fx.report.diffs import diff_text, is_changed
     from mindspeed_fx.report.dump import index_text
 
-    done = record.__dict__.setdefault("_emitted", 0)
-    for number, run in list(enumerate(record.runs))[done:]:
-        if run.report.rewrites and run.after is not None:
-            structured_trace.trace_artifact(f"mindspeed_fx_{number:02d}_{run.stage}_{run.report.name}", run.after)
-    record._emitted = len(record.runs)
-    structured_trace.trace_artifact("mindspeed_fx_index", index_text(record))
+    texts = {f"mindspeed_fx_graph_{stage}": text for stage, text in record.stages.items()}
+    for number, run in enumerate(record.runs):
+        if is_changed(run):
+            name = f"mindspeed_fx_{number:02d}_{run.stage}_{run.report.name}"
+            texts |= {name: run.after or "", f"{name}.diff": diff_text(run)}
+    texts["mindspeed_fx_index"] = index_text(record)
+    for name, text in texts.items():
+        if record.traced.get(name) != hash(text):
+            record.traced[name] = hash(text)
+            structured_trace.trace_artifact(name, text)

@@ -9,6 +9,8 @@ from collections import Counter
 from typing import Any, Iterable, Mapping, Sequence
 
 from mindspeed_fx.report import measured
+from mindspeed_fx.report.answers.base import mib, ms
+from mindspeed_fx.report.facts import step_totals
 from mindspeed_fx.report.families import KINDS
 from mindspeed_fx.report.modelled import estimates
 
@@ -26,7 +28,7 @@ def text(report: Any) -> str:
         _measured(report),
         *(_of_pass(report, n) for n in active if report.sites(n)),
         *(_of_pass(report, n) for n in active if not report.sites(n)),
-        _idle(report, [n for n in names if n not in active]),
+        _idle(report),
         str(report.cost) if report.graphs else "",
     ]
     return "\n".join(part for part in parts if part)
@@ -56,7 +58,25 @@ def head(report: Any, names: Sequence[str]) -> str:
             f"{before['kernels']} -> {after['kernels']} kernels, "
             f"{before['bytes'] / 1e6:,.1f} -> {after['bytes'] / 1e6:,.1f} MB read and written"
         )
+    lines += _wrapped("", [step]) if (step := _step(report)) else []
     return "\n".join([*lines, ""])
+
+
+def _step(report: Any) -> str:
+    """The modelled step and its peak, at level 0 too where that was modelled, and how far the model was off where the
+    step was measured."""
+    totals = step_totals(report.graphs)
+    if not totals["seconds"]:
+        return ""
+    forms = report.graphs[0].what_if
+    before = next((v for v in forms.variants if v.name == "level 0" and not v.error), None) if forms else None
+    words = f"step, modelled: {ms(totals['seconds'])}, peak {mib(totals['peak'])}"
+    words += f"; at level 0 {ms(before.seconds)}, peak {mib(before.peak)}" if before else ""
+    compiled = next((s for s in report.measured.steps if s.name == "compiled"), None) if report.measured else None
+    if compiled is not None and compiled.seconds and compiled.modelled_seconds:
+        error = compiled.modelled_seconds / compiled.seconds - 1
+        words += f"; measured {ms(compiled.seconds)}: the model is off by {error:+.0%}"
+    return words
 
 
 def _most_left(report: Any, names: Sequence[str]) -> str:
@@ -112,20 +132,17 @@ def _notes(report: Any, name: str) -> list[tuple[str, str]]:
     return [(r.stage, note) for g in report.graphs for r in g.runs if r.report.name == name for note in r.report.notes]
 
 
-def _idle(report: Any, names: Sequence[str]) -> str:
-    """Passes without a site and without a near miss: those that say why by their reasons, the others in one line."""
-    if not names:
-        return ""
-    reasons: dict[str, list[str]] = {}
-    for name in names:
-        for note in dict.fromkeys(note for _, note in _notes(report, name)):
-            reasons.setdefault(note, []).append(name)
-    silent = [n for n in names if not _notes(report, n)]
-    lines = ["", f"nothing to do: {len(names)} passes"]
-    lines += _wrapped("    ", [f"{', '.join(by)}: {note}" for note, by in reasons.items()])
-    if silent:
-        lines += _wrapped("    ", [f"nothing of theirs in the model: {', '.join(silent)}"])
-    return "\n".join([*lines, ""])
+def idle_passes(report: Any) -> dict[str, list[str]]:
+    """Passes without a site and without a near miss -> the reasons that they gave."""
+    names = dict.fromkeys(run.report.name for g in report.graphs for run in g.runs)
+    idle = [n for n in names if not report.sites(n) and not report.skipped(n)]
+    return {name: list(dict.fromkeys(note for _, note in _notes(report, name))) for name in idle}
+
+
+def _idle(report: Any) -> str:
+    """One line, however many they are."""
+    count = len(idle_passes(report))
+    return f"\nnothing to do: {count} passes; report.idle and the page say why\n" if count else ""
 
 
 def _wrapped(indent: str, texts: Iterable[str]) -> list[str]:

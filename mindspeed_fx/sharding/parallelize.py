@@ -28,7 +28,7 @@ from mindspeed_fx.sharding.plan import Plan, ShardingError, check_patterns, plac
 from mindspeed_fx.sharding.presets import named_plan
 from mindspeed_fx.sharding.registry import INPUTS, LOCAL, PARAMETER, SHARDINGS, WHOLE, Sharding, shows_whole
 from mindspeed_fx.sharding.spmd.kept_whole import evenly_divided
-from mindspeed_fx.sharding.spmd.redistribute import even, placements_of
+from mindspeed_fx.sharding.spmd.redistribute import even, even_pieces, placements_of
 
 _numbers = itertools.count()
 
@@ -132,6 +132,7 @@ def parameter_placements(plan: Plan, mesh: DeviceMesh, name: str, p: torch.Tenso
     result = placements_of(placement_of(plan.parameters, name, "parameter"), mesh, p.ndim, where)
     try:
         even(p.shape, result, mesh, where)
+        even_pieces(p.shape, result, mesh, where)
     except ShardingError:
         if not plan.keep_whole:
             raise

@@ -11,7 +11,8 @@ In YAML (or JSON) a plan for Megatron's tensor parallelism of one layer is::
       layers.*.q_proj: {input: {tp: R}}
       layers.*.o_proj: {output: {tp: R}}
 
-Placements are words: ``R`` the whole on every rank, ``S(d)`` divided along dimension d. Patterns are shell globs over
+Placements are words: ``R`` the whole on every rank, ``S(d)`` divided along dimension d; ``S(d:8+4+4)``, of parameters,
+each of the pieces that dimension d consists of, of so many elements. Patterns are shell globs over
 the names of ``named_parameters`` and ``named_modules``; what no pattern names stays whole.
 """
 
@@ -129,6 +130,8 @@ class Plan:
                         f"has {', '.join(self.mesh)}"
                     )
                 parse_placement(word, f'plan "{self.name}", {where}')
+                if ":" in word and not where.startswith("parameters"):
+                    raise ShardingError(f'plan "{self.name}", {where}: {word} is for parameters; valid: R, S(d)')
         for dim in self.gather:
             if dim not in self.mesh:
                 raise ShardingError(
@@ -309,14 +312,15 @@ class Plan:
 
 
 def parse_placement(word: Any, where: str) -> int | None:
-    """The dimension of "S(d)", or None for "R".
+    """The dimension of "S(d)" or "S(d:8+4+4)", or None for "R".
 
     Raises:
         ShardingError: anything else.
     """
-    result = re.fullmatch(r"S\((-?\d+)\)|R", word) if isinstance(word, str) else None
+    result = re.fullmatch(r"S\((-?\d+)(:[1-9]\d*(\+[1-9]\d*)+)?\)|R", word) if isinstance(word, str) else None
     if not result:
-        raise ShardingError(f"{where}: placement {word!r}; valid: R (whole), S(d) (divided along dimension d)")
+        valid = "R (whole), S(d) (divided along dimension d), S(d:8+4+4) (each of its pieces of so many elements)"
+        raise ShardingError(f"{where}: placement {word!r}; valid: {valid}")
     return int(result.group(1)) if result.group(1) else None
 
 

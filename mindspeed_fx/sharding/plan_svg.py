@@ -12,6 +12,9 @@ from mindspeed_fx.report import svg
 from mindspeed_fx.sharding.expected import Send
 
 ROW, INDENT, WIDTH, WORDS = 24, 18, 1040, 330
+LETTER = 6
+"""Width of a letter at 11 pixels, of a sans serif in the mean."""
+
 COLORS = {"whole": "#d9d9d9", "in parts": "#fdb462", "gathered before use": "#8dd3c7", "both": "#bebada"}
 NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
 
@@ -42,7 +45,8 @@ def picture(parameters: Mapping[str, Mapping[str, str]], gather: Mapping[str, st
                 svg.element("path", d=arrow, stroke="#b2182b", fill="none"),
                 svg.text(WORDS + 212, y + 13, sent, "#b2182b"),
             ]
-    return svg.picture(WIDTH, ROW * (len(rows) + 2), parts, "The plan's modules, placements and messages")
+    width = max([WIDTH, *(WORDS + 220 + LETTER * len(sent) for *_, sent in rows)])
+    return svg.picture(width, ROW * (len(rows) + 2), parts, "The plan's modules, placements and messages")
 
 
 def _rows(

@@ -2,7 +2,8 @@
 (:mod:`mindspeed_fx.sharding.roles`), else by their names, so the result is a plain plan that can be read and changed.
 
 Linear layers in a row are called as in Hugging Face, Llama and Megatron code (:data:`COLUMN`, :data:`ROW`). Projections
-that pack several tensors in one (``gate_up``, ``qkv``) stay whole: their parts would not be parts of each tensor.
+that pack several tensors in one (``gate_up``, ``qkv``) are divided tensor by tensor where the graph shows which, and
+stay whole by name. A layer whose results the graph needs whole is divided too, and its results are gathered.
 """
 
 from __future__ import annotations
@@ -21,28 +22,8 @@ from mindspeed_fx.sharding.roles import Roles, read_roles
 
 logger = logging.getLogger(__name__)
 
-COLUMN = (
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "q",
-    "k",
-    "v",
-    "query",
-    "key",
-    "value",
-    "wq",
-    "wk",
-    "wv",
-    "gate_proj",
-    "up_proj",
-    "gate",
-    "up",
-    "w1",
-    "w3",
-    "fc1",
-    "c_fc",
-    "dense_h_to_4h",
+COLUMN = tuple(
+    "q_proj k_proj v_proj q k v query key value wq wk wv gate_proj up_proj gate up w1 w3 fc1 c_fc dense_h_to_4h".split()
 )
 ROW = ("o_proj", "out_proj", "o", "wo", "dense", "down_proj", "down", "w2", "fc2", "c_proj", "dense_4h_to_h", "proj")
 ATTENTION = "mindspeed.attention|mindspeed.varlen_attention|aten.scaled_dot_product_attention"
@@ -95,8 +76,7 @@ def named_plan(
         plan = new if plan is None else new.combine(plan) if part.startswith("ep") else new + plan
     if roles is not None:
         for layer in whole_layers(model, plan):
-            if f"{layer}.weight" in roles.whole:
-                logger.warning('plan "%s": layer "%s" stays whole: %s', name, layer, roles.whole[f"{layer}.weight"])
+            logger.warning('plan "%s": layer "%s" stays whole', name, layer)
     return dataclasses.replace(plan, keep_whole=not strict)
 
 
@@ -122,17 +102,25 @@ def tp(
     parameters: dict[str, Mapping[str, str]] = {}
     modules: dict[str, Boundary] = {}
     for name, layer in columns.items():
-        parameters[f"{name}.weight"] = {dim: f"S({_out(layer)})"}
+        sizes = roles.packed.get(f"{name}.weight", ()) if roles is not None else ()
+        parameters[f"{name}.weight"] = {dim: _divided(_out(layer), sizes)}
         if layer.bias is not None:
-            parameters[f"{name}.bias"] = {dim: "S(0)"}
+            parameters[f"{name}.bias"] = {dim: _divided(0, sizes)}
         modules[name] = Boundary(input={dim: "R"})
     for name, layer in rows.items():
         parameters[f"{name}.weight"] = {dim: f"S({1 - _out(layer)})"}
         modules[name] = Boundary(output=between)
     if roles is not None:  # weights that no linear layer holds have no module whose edge could be placed
         for name, at in {**roles.columns, **roles.rows}.items():
-            parameters.setdefault(name, {dim: f"S({at})"})
+            parameters.setdefault(name, {dim: _divided(at, roles.packed.get(name, ()))})
+        for name, (at, sizes) in roles.beside.items():
+            parameters.setdefault(name, {dim: _divided(at, sizes)})
     embeddings, heads = _vocabulary(model, {**columns, **rows}, roles)
+    for name, layer in _gathered(model, {**columns, **rows, **heads}, roles).items():
+        parameters.update(
+            {f"{name}.{p}": {dim: f"S({_out(layer) if p == 'weight' else 0})"} for p, _ in layer.named_parameters()}
+        )
+        modules[name] = Boundary(input={dim: "R"}, output={dim: "R"})
     for name in embeddings:
         modules[name] = Boundary(output=between)
         if vocabulary:
@@ -158,10 +146,13 @@ def tp_2d(
     Source: MindSpeed's high-dimension tensor parallelism (tp-2d); Xu et al. 2021, "An Efficient 2D Method".
     """
     columns, rows = _linears(model, "tp_2d", roles)
-    parameters = {f"{n}.weight": {x: f"S({_out(m)})", y: f"S({1 - _out(m)})"} for n, m in columns.items()} | {
-        f"{n}.weight": {x: f"S({1 - _out(m)})", y: f"S({_out(m)})"} for n, m in rows.items()
-    }
-    parameters.update({f"{n}.bias": {x: "S(0)"} for n, layer in columns.items() if layer.bias is not None})
+    packed = roles.packed if roles is not None else {}
+    parameters = {f"{n}.weight": {x: f"S({1 - _out(m)})", y: f"S({_out(m)})"} for n, m in rows.items()}
+    for n, layer in columns.items():
+        sizes = packed.get(f"{n}.weight", ())
+        parameters[f"{n}.weight"] = {x: _divided(_out(layer), sizes), y: f"S({1 - _out(layer)})"}
+        if layer.bias is not None:
+            parameters[f"{n}.bias"] = {x: _divided(0, sizes)}
     modules = {n: Boundary(input={x: "R"}, output={y: "S(1)"}) for n in columns} | {
         n: Boundary(input={y: "R"}, output={x: "S(1)"}) for n in rows
     }
@@ -169,6 +160,11 @@ def tp_2d(
     modules.update({n: Boundary(output={x: "S(1)", y: "S(2)"}) for n in embeddings})
     modules.update({n: Boundary(input={x: "R", y: "R"}) for n in heads})
     parameters.update({f"{n}.weight": {x: "S(0)"} for n in heads})
+    for n, layer in _gathered(model, {**columns, **rows, **heads}, roles).items():
+        parameters.update(
+            {f"{n}.{p}": {x: f"S({_out(layer) if p == 'weight' else 0})"} for p, _ in layer.named_parameters()}
+        )
+        modules[n] = Boundary(input={x: "R"}, output={x: "R"})
     # Heads are divided over both dimensions, and gathered over y by the row layer that follows.
     heads_divided = {a: {y: "S(1)"} for a in QKV}
     return Plan("tp_2d", (x, y), parameters, modules=modules, operators={ATTENTION: Boundary(arguments=heads_divided)})
@@ -343,6 +339,18 @@ def _linear_layers(model: nn.Module) -> dict[str, nn.Module]:
 def _out(layer: nn.Module) -> int:
     """The dimension of the weight that the results have."""
     return 0 if isinstance(layer, nn.Linear) else 1
+
+
+def _divided(dim: int, sizes: Sequence[int] = ()) -> str:
+    """The word for a part of dimension ``dim``, or of each of the pieces of these sizes that it consists of."""
+    return f"S({dim}:{'+'.join(map(str, sizes))})" if len(sizes) > 1 else f"S({dim})"
+
+
+def _gathered(model: nn.Module, others: Mapping[str, nn.Module], roles: Roles | None) -> dict[str, nn.Module]:
+    """Linear layers whose results the graph needs whole: divided by columns too, with a gather behind them."""
+    if roles is None:
+        return {}
+    return {n: m for n, m in _linear_layers(model).items() if n not in others and f"{n}.weight" in roles.whole}
 
 
 def _linears(

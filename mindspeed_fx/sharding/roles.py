@@ -11,33 +11,31 @@ Roles decide what is divided, never what is computed: a wrong one costs a gather
 
 from __future__ import annotations
 
-import math
-import operator
 from dataclasses import dataclass, field
-from typing import Any, Callable, Container, Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 import torch
 import torch.fx as fx
 from torch import nn
 
-from mindspeed_fx.capture import capture
+from mindspeed_fx.capture import capture, isolate
 from mindspeed_fx.compat import tracing
+from mindspeed_fx.graph.functional_writes import make_writes_functional
 from mindspeed_fx.graph.op_sets import is_cast, is_pointwise, order_of
-from mindspeed_fx.graph.schema import argument
+from mindspeed_fx.sharding.divided_dims import (
+    CONVOLUTIONS,
+    FILLS,
+    RESHAPES,
+    Divided,
+    NeedsCuts,
+    NeedsWhole,
+    divided_result,
+    einsum_terms,
+    inner_cuts,
+)
 from mindspeed_fx.sharding.plan import ShardingError
 
 aten = torch.ops.aten
-RESHAPES = {
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int,
-    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default,
-}  # fmt: skip
-KEEPS = {aten.contiguous.default, aten.clone.default, aten.dropout.default, aten.detach.default, operator.getitem}
-PARTS = {
-    aten.split_with_sizes.default, aten.split.Tensor, aten.chunk.default, aten.slice.Tensor, aten.narrow.default,
-}  # fmt: skip
-REMOVES = {aten.select.int, aten.unbind.int}
-ALONG = {aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten.cumsum.default}
-PRODUCTS = {aten.matmul.default, aten.bmm.default, aten.baddbmm.default}
 
 
 @dataclass
@@ -50,18 +48,13 @@ class Roles:
     """Weight -> the dimension that is summed over."""
     output_layers: list[str] = field(default_factory=list)
     """Weights that give a number for each row of an embedding, with no other linear layer behind them."""
+    packed: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Column weight -> the sizes of what is packed in its results, where the model takes them apart."""
+    beside: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    """Other parameters that divided values meet (biases, filters of channels, decays of heads) -> the dimension that
+    is divided with them, and the sizes of what is packed in it."""
     whole: dict[str, str] = field(default_factory=dict)
-    """Why a weight stays whole: the operator that is in the way."""
-
-
-@dataclass(frozen=True)
-class Divided:
-    """Which dimension of a value is divided, and the column layers that it comes from."""
-
-    dim: int
-    pieces: int
-    """Of the dimension, each divided by itself: a batch of heads that was flattened has as many as the batch."""
-    columns: frozenset[str]
+    """Why the results of a weight are needed whole: the operator that is in the way."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +65,8 @@ class Product:
     weight: str
     out: int
     """The dimension of the weight that the results have."""
-
-
-class _NeedsWhole(Exception):
-    """An operator cannot work on parts."""
+    dim: int = -1
+    """The dimension of ``x`` that is summed over, and of the results that is the layer's."""
 
 
 class _Seen(Exception):
@@ -95,10 +86,12 @@ def read_roles(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] 
     graph, names = _captured(model, args, dict(kwargs or {}))
     reader = _Reader(graph, names)
     whole: dict[str, str] = {}
-    while lost := reader.read(whole):
-        whole.update(lost)
+    while reader.read(whole):
+        whole.update(reader.lost)
     output_layers = [reader.products[n].weight for n in reader.nodes if n in reader.output_layers]
-    return Roles(reader.columns, reader.rows, output_layers, whole)
+    packed = {w: sizes for w in reader.columns if len(sizes := reader.sizes_of(w)) > 1}
+    whole = {w: why for w, why in whole.items() if w not in reader.rows}
+    return Roles(reader.columns, reader.rows, output_layers, packed, reader.beside, whole)
 
 
 def _captured(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[fx.GraphModule, list[str | None]]:
@@ -110,7 +103,10 @@ def _captured(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> 
         parameters.setdefault(id(p), name)
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+        if reason := isolate(gm):
+            raise ShardingError(f"parallelize: {reason}")
         graphs.append(capture(gm))
+        make_writes_functional(graphs[-1])
 
         def run(*values: Any) -> Any:
             names.append([parameters.get(id(x)) for x in values])
@@ -130,21 +126,37 @@ def _captured(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 class _Reader:
-    """The graph, read once for every set of weights that are no columns."""
+    """The graph, read once for every set of weights that are no columns, and of places at which others are packed."""
 
     def __init__(self, graph: fx.GraphModule, names: Sequence[str | None]):
         self.nodes = list(graph.graph.nodes)
         placeholders = [n for n in self.nodes if n.op == "placeholder"]
-        parameters = {n: name for n, name in zip(placeholders, names, strict=True) if name}
-        self.products = {n: p for n in self.nodes if (p := _product(n, parameters)) is not None}
-        self.learned = set(parameters) | {n for n in placeholders if _is_floating(n)}
+        self.parameters = {n: name for n, name in zip(placeholders, names, strict=True) if name}
+        self.products = {n: p for n in self.nodes if (p := _product(n, self.parameters)) is not None}
+        learned = set(self.parameters) | {n for n in placeholders if _is_floating(n)}
+        self.activations = {n for n in placeholders if n not in self.parameters}
         for n in self.nodes:
-            if any(a in self.learned for a in n.all_input_nodes):
-                self.learned.add(n)
+            if n.target in FILLS:
+                continue
+            learned |= {n} if any(a in learned for a in n.all_input_nodes) else set()
+            self.activations |= {n} if any(a in self.activations for a in n.all_input_nodes) else set()
+        self.whole_values = learned & self.activations
         self.output_layers = self._find_output_layers()
-        self.divided: dict[fx.Node, Divided] = {}
+        self.cuts: dict[str, set[int]] = {}
+        self.results = {p.weight: n.meta["val"].shape[p.dim] for n, p in self.products.items()}
+        self.begin()
+
+    def begin(self) -> None:
+        self.divided: dict[fx.Node, Any] = {}
         self.columns: dict[str, int] = {}
         self.rows: dict[str, int] = {}
+        self.beside: dict[str, tuple[int, tuple[int, ...]]] = {}
+        self.lost: dict[str, str] = {}
+
+    def sizes_of(self, weight: str) -> tuple[int, ...]:
+        """Of what is packed in the results of ``weight``."""
+        edges = sorted({0, self.results[weight], *self.cuts.get(weight, ())})
+        return tuple(b - a for a, b in zip(edges, edges[1:]))
 
     def _find_output_layers(self) -> set[fx.Node]:
         """Linear layers behind which no other one stands, with as many results as an embedding has rows: these are
@@ -161,46 +173,106 @@ class _Reader:
                 before.update(n.all_input_nodes)
         return results
 
-    def read(self, whole: Mapping[str, str]) -> dict[str, str]:
-        """Columns that are lost, with reasons, where the weights in ``whole`` are none; none lost: what was read is
-        right."""
-        self.divided, self.columns, self.rows = {}, {}, {}
-        lost: dict[str, str] = {}
+    def read(self, whole: Mapping[str, str]) -> bool:
+        """Whether there is more to learn: weights that are no columns (``lost``), where those in ``whole`` are none, or
+        places at which columns are packed."""
+        self.begin()
         contracted: set[str] = set()
+        unknown: set[fx.Node] = set()  # of what comes of a lost column the next reading knows more
+        again = False
         for node in self.nodes:
             if node in self.products:
-                self._read_product(node, whole, lost, contracted)
+                self._read_product(node, whole, contracted)
+                continue
+            if any(a in unknown for a in node.all_input_nodes):
+                unknown.add(node)
                 continue
             sources = [self.divided[a] for a in node.all_input_nodes if a in self.divided]
-            if not sources:
+            if not sources or node.target in FILLS:
                 continue
-            joined = frozenset().union(*(s.columns for s in sources))
+            joined = frozenset().union(*(s.columns for s in _flat(sources)))
             try:
-                dim, pieces = _result_dim(node, self.divided, self.learned)
-                self.divided[node] = Divided(dim, pieces, joined)
-            except _NeedsWhole as e:
-                lost.update(dict.fromkeys(joined, str(e)))
-        for weight in self.columns:
-            if weight not in contracted:
-                lost.setdefault(weight, "no linear layer sums over its results")
-        return lost
+                self.divided[node] = divided_result(node, self.divided, self.whole_values, self.cuts)
+                self._read_beside(node)
+            except NeedsWhole as e:
+                unknown.add(node)
+                self.lost.update(dict.fromkeys(joined, str(e)))
+            except NeedsCuts as e:
+                unknown.add(node)
+                again = True
+                for weight in joined:
+                    self.cuts.setdefault(weight, set()).update(e.places)
+        if not self.lost and not again:
+            for weight in self.columns:
+                if weight not in contracted:
+                    self.lost.setdefault(weight, "no linear layer sums over its results")
+        return again or bool(self.lost)
 
-    def _read_product(
-        self, node: fx.Node, whole: Mapping[str, str], lost: dict[str, str], contracted: set[str]
-    ) -> None:
+    def _read_product(self, node: fx.Node, whole: Mapping[str, str], contracted: set[str]) -> None:
         product = self.products[node]
         source = self.divided.get(product.x)
+        ndim, x_ndim = node.meta["val"].ndim, product.x.meta["val"].ndim
         if source is None:
             if product.weight not in whole and product.weight not in self.rows and node not in self.output_layers:
                 self.columns[product.weight] = product.out
-                self.divided[node] = Divided(node.meta["val"].ndim - 1, 1, frozenset({product.weight}))
+                weights = frozenset({product.weight})
+                self.divided[node] = Divided((ndim + product.dim,), 1, weights, (0, self.results[product.weight]))
         elif node in self.output_layers:
-            lost.update(dict.fromkeys(source.columns, "its results go to the output layer, which is divided by class"))
-        elif (source.dim, source.pieces) == (product.x.meta["val"].ndim - 1, 1):
+            reason = "its results go to the output layer, which is divided by class"
+            self.lost.update(dict.fromkeys(source.columns, reason))
+        elif (source.dim, source.pieces) == (x_ndim + product.dim, 1) and not inner_cuts(source, self.cuts):
             self.rows[product.weight] = 1 - product.out
             contracted |= source.columns
         else:
-            lost.update(dict.fromkeys(source.columns, f"{node.target} reads another dimension whole"))
+            self.lost.update(dict.fromkeys(source.columns, f"{node.target} reads another dimension whole"))
+
+    def _read_beside(self, node: fx.Node) -> None:
+        """Parameters that meet the divided dimension of ``node``'s result."""
+        result = self.divided[node]
+        if not isinstance(result, Divided) or result.pieces != 1:
+            return
+        value = node.meta.get("val")
+        if is_pointwise(node.target) and isinstance(value, torch.Tensor):
+            places = [(a, result.dim - value.ndim + a.meta["val"].ndim) for a in node.all_input_nodes]
+        elif node.target in CONVOLUTIONS:
+            places = [(a, 0) for a in node.args[1:3] if isinstance(a, fx.Node)]
+        elif node.target is aten.einsum.default:
+            operands, letters = einsum_terms(node)
+            places = [(a, term.find(letters[result.dim])) for term, a in operands]
+        else:
+            return
+        size = value.shape[result.dim]
+        edges = [0, *(p // result.unit for p in inner_cuts(result, self.cuts)), size]
+        sizes = tuple(b - a for a, b in zip(edges, edges[1:]))
+        for a, dim in places:
+            if a in self.divided or a in self.activations or dim < 0 or a.meta["val"].shape[dim] != size:
+                continue
+            name, at = self._parameter_of(a, dim)
+            if name and name not in self.results:
+                self.beside[name] = at, sizes
+
+    def _parameter_of(self, node: fx.Node, dim: int) -> tuple[str, int]:
+        """The parameter whose dimension becomes dimension ``dim`` of ``node``, and which it is; "": none is found."""
+        while node not in self.parameters:
+            inputs = node.all_input_nodes
+            if len(inputs) != 1 or not isinstance(inputs[0].meta.get("val"), torch.Tensor):
+                return "", 0
+            source, size = inputs[0].meta["val"], node.meta["val"].shape[dim]
+            if (order := order_of(node)) is not None:
+                dim = order[dim]
+            elif node.target in RESHAPES:
+                same = [d for d, n in enumerate(source.shape) if n == size > 1]
+                if len(same) != 1:
+                    return "", 0
+                dim = same[0]
+            elif not (is_pointwise(node.target) or is_cast(node.target)) or source.shape != node.meta["val"].shape:
+                return "", 0
+            node = inputs[0]
+        return self.parameters[node], dim
+
+
+def _flat(values: Sequence[Any]) -> list[Divided]:
+    return [d for v in values for d in (v if isinstance(v, list) else [v])]
 
 
 def _is_floating(node: fx.Node) -> bool:
@@ -210,106 +282,21 @@ def _is_floating(node: fx.Node) -> bool:
 
 def _product(node: fx.Node, parameters: Mapping[fx.Node, str]) -> Product | None:
     if node.target is aten.linear.default:
-        (x, weight), out = node.args[:2], 0
+        pairs = [(*node.args[:2], 0, -1)]
     elif node.target is aten.addmm.default:
-        (x, weight), out = node.args[1:3], 1
+        pairs = [(*node.args[1:3], 1, -1)]
     elif node.target in (aten.mm.default, aten.matmul.default):
-        (x, weight), out = node.args[:2], 1
+        pairs = [(*node.args[:2], 1, -1), (node.args[1], node.args[0], 0, -2)]
     else:
         return None
-    while isinstance(weight, fx.Node) and weight not in parameters:
-        order = order_of(weight)
-        if order is None and not is_cast(weight.target):
-            return None
-        out = out if order is None else order[out]
-        weight = weight.args[0]
-    if not isinstance(x, fx.Node) or weight not in parameters or weight.meta["val"].ndim != 2:
-        return None
-    return Product(x, parameters[weight], out)
-
-
-def _result_dim(node: fx.Node, divided: Mapping[fx.Node, Divided], learned: Container[fx.Node]) -> tuple[int, int]:
-    """The dimension of the result that is divided, and its pieces.
-
-    Raises:
-        _NeedsWhole: there is none; names the operator.
-    """
-    target = node.target
-    first = node.args[0] if node.args else None
-    value = node.meta.get("val")
-    if node.op == "output":
-        raise _NeedsWhole("its results leave the model")
-    if target is aten.cat.default or target in PRODUCTS or target is aten.scaled_dot_product_attention.default:
-        return _dim_of_operands(node, divided, learned)
-    if is_pointwise(target) and isinstance(value, torch.Tensor):
-        return _dim_of_operands(node, divided, learned)
-    if _is_pointwise_function(node):
-        source = next(divided[a] for a in node.all_input_nodes if a in divided)
-        return source.dim, source.pieces
-    if not isinstance(first, fx.Node) or first not in divided:
-        raise _NeedsWhole(f"{target} needs its results whole")
-    dim, pieces = divided[first].dim, divided[first].pieces
-    before = first.meta["val"].ndim if isinstance(first.meta["val"], torch.Tensor) else None
-    if target in PARTS or target in ALONG:
-        if argument(node, "dim") % before == dim:
-            raise _NeedsWhole(f"{target} along its results")
-        return dim, pieces
-    if target in RESHAPES:
-        return _dim_of_view(first.meta["val"].shape, dim, pieces, value.shape, target)
-    if (order := order_of(node)) is not None:
-        return order.index(dim), pieces
-    if target is aten.expand.default:
-        return dim + value.ndim - before, pieces
-    if target in REMOVES and argument(node, "dim") % before != dim:
-        return dim - (argument(node, "dim") % before < dim), pieces
-    if target in KEEPS or is_cast(target):
-        return dim, pieces
-    raise _NeedsWhole(f"{target} needs its results whole")
-
-
-def _is_pointwise_function(node: fx.Node) -> bool:
-    """A custom function of one tensor (an activation with a gradient of its own) whose forward is pointwise."""
-    if not tracing.is_autograd_function(node.target) or len(node.args) != 3:
-        return False
-    body = getattr(node.graph.owning_module, node.args[0].target)
-    calls = [n.target for n in body.graph.nodes if n.op == "call_function"]
-    return all(is_pointwise(t) for t in calls if isinstance(t, torch._ops.OpOverload))
-
-
-def _dim_of_view(before: Sequence[int], dim: int, pieces: int, after: Sequence[int], target: Any) -> tuple[int, int]:
-    """Of the view the dimension that as many elements stand before as before the divided one, or a divisor of them:
-    then it is divided in pieces."""
-    outer = math.prod(before[:dim]) * pieces
-    for j, size in enumerate(after):
-        pieces, rest = divmod(outer, math.prod(after[:j]))
-        if rest == 0 and size % pieces == 0 and size > pieces:
-            return j, pieces
-    raise _NeedsWhole(f"{target} joins its results with another dimension")
-
-
-def _dim_of_operands(node: fx.Node, divided: Mapping[fx.Node, Divided], learned: Container[fx.Node]) -> tuple[int, int]:
-    """The one dimension that operands have divided, counted from the last. Others have it not, or have the same value
-    all along it, or one that no parameter goes into (a mask, positions), of which each rank takes its part.
-
-    Raises:
-        _NeedsWhole: one is divided along another dimension, or is whole, as the residual stream is.
-    """
-    ndim = node.meta["val"].ndim
-    places = {
-        (divided[a].dim + ndim - a.meta["val"].ndim, divided[a].pieces) for a in node.all_input_nodes if a in divided
-    }
-    if len(places) > 1:
-        raise _NeedsWhole(f"{node.target} joins values that are divided along different dimensions")
-    dim, pieces = places.pop()
-    if (node.target in PRODUCTS or node.target is aten.scaled_dot_product_attention.default) and dim >= ndim - 2:
-        raise _NeedsWhole(f"{node.target} sums over its results, or rows of them")
-    if node.target is aten.cat.default and argument(node, "dim") % ndim == dim:
-        raise _NeedsWhole(f"{node.target} puts its results beside others")
-    for a in node.all_input_nodes:
-        value = a.meta.get("val")
-        if a in divided or a not in learned or not isinstance(value, torch.Tensor):
-            continue
-        at = dim - ndim + value.ndim
-        if at >= 0 and value.shape[at] > 1 and value.stride(at) and value.numel() > value.shape[at]:
-            raise _NeedsWhole(f"{node.target} joins its results with a value that is whole (the residual stream)")
-    return dim, pieces
+    for x, weight, out, dim in pairs:
+        while isinstance(weight, fx.Node) and weight not in parameters:
+            order = order_of(weight)
+            if order is None and not is_cast(weight.target):
+                break
+            out = out if order is None else order[out]
+            weight = weight.args[0]
+        if isinstance(x, fx.Node) and weight in parameters and weight.meta["val"].ndim == 2:
+            if x.meta["val"].ndim >= -dim:
+                return Product(x, parameters[weight], out, dim)
+    return None

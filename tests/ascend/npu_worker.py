@@ -73,8 +73,8 @@ def gradients() -> dict[str, Any]:
 
     from mindspeed_fx.kernels import REGISTRY
     from mindspeed_fx.kernels.base import ADOPTED, find
+    from mindspeed_fx.planning.verify_device import calls as npu_cases
     from tests.ascend.gradients import lost_by_lowering, without_gradient
-    from tests.kernels.npu import npu_cases
 
     problems, none, checked, seen = {}, {}, 0, set()
     for family in npu_cases.FAMILIES:

@@ -102,7 +102,7 @@ def test_operators_without_a_derivative_come_after_autograd():
 
 def test_every_operator_with_an_npu_kernel_has_a_case():
     """A new kernel without one would be checked by nothing."""
-    from tests.kernels.npu import npu_cases
+    from mindspeed_fx.planning.verify_device import calls as npu_cases
 
     seen = {op.default for family in npu_cases.FAMILIES for _, op, *_ in npu_cases.cases(family, torch.bfloat16)}
     missing = [

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mindspeed_fx.cost.hardware import hardware, names
 from mindspeed_fx.cost.operators import SOFTMAX, Cost, attention, spec, visible_scores
 from mindspeed_fx.kernels import REGISTRY
-from tests.sharding.operator_cases import calls
+from mindspeed_fx.planning.verify_device.operators import calls
 
 SIZES = (2, 10, 4, 2, 4, 8)
 NOT_ONCE = {

@@ -72,6 +72,11 @@ TOP = [
 ]
 
 EXPLAIN = [
+    command("ask: nothing", "ask", "SCRIPT.py:FUNCTION|DIR", "ask"),
+    command("ask: no such place", "ask nowhere peak", "'nowhere'", "SCRIPT.py:FUNCTION", "directory"),
+    command("ask: no such question", script("ask", "train.py:make", "peek"), "'peek'", 'did you mean "peak"', "batch"),
+    command("ask: no such level", script("ask", "train.py:make", "level", "7"), "level: '7'", "0, 1, 2"),
+    command("index: nowhere", "index nowhere", "nowhere is no dump", "rank*/graph*"),
     command("explain: nothing", "explain", "script", "explain"),
     command("explain: no script", "explain train.py", "train.py", "no"),
     command("explain: no script of a function", "explain train.py:make", "train.py", "no"),

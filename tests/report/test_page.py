@@ -13,8 +13,8 @@ import time
 import pytest
 import torch
 
-from mindspeed_fx.report.html import index_page, table
-from mindspeed_fx.report.page_data import differences_of_ranks
+from mindspeed_fx.report.answers.ask import QUESTIONS
+from mindspeed_fx.report.html import Section, index_page, sections_page, table
 from tests.models import Llama, explain, tokens
 
 
@@ -52,7 +52,12 @@ def test_a_page_is_self_contained_and_has_the_values_of_its_views(folder):
     page = (folder / "report.html").read_text()
     parser = Balanced()
     parser.feed(page)
-    assert parser.open == [] and parser.links == [] and 'name="viewport"' in page and "fusion.swiglu" in page
+    assert (
+        parser.open == []
+        and parser.links == ["../../index.html#ranks"]
+        and 'name="viewport"' in page
+        and "fusion.swiglu" in page
+    )
     values = values_of(page)
     names = values["names"]
     kernels = [(names[op], names[module]) for _, op, module, *_ in values["kernels"]["forward"]]
@@ -68,24 +73,31 @@ def test_text_of_a_model_is_escaped():
     assert "&lt;b&gt;&amp;" in drawn and "<b>&" not in drawn
 
 
-def test_ranks_that_differ_are_named():
-    def rank(number, count):
-        report = {"report": {"skipped": []}}
-        return {
-            "rank": number,
-            "index": 0,
-            "counts": {"a": count, "b": 1},
-            "runs": [report],
-            "effective": {},
-            "modelled": [],
-        }
+def rank(number, count):
+    """Metadata of the first graph of a rank."""
+    return {
+        "rank": number,
+        "index": 0,
+        "counts": {"a": count, "b": 1},
+        "runs": [],
+        "effective": {},
+        "modelled": [],
+        "lowered": [],
+        "memory": None,
+        "step": None,
+    }
 
-    assert differences_of_ranks([rank(0, 2), rank(1, 2)]) == {}
-    assert differences_of_ranks([rank(0, 2), rank(1, 0)]) == {0: ["a (rank 0: 2, rank 1: 0)"]}
-    page = index_page([("rank0/graph0", rank(0, 2)), ("rank1/graph0", rank(1, 0))])
-    assert "a (rank 0: 2, rank 1: 0)" in page and 'href="rank1/graph0/report.html"' in page
+
+def test_ranks_that_differ_are_named():
+    rows = [rank(0, 2), rank(1, 2), rank(2, 0)]
+    page = index_page([(f"rank{n}/graph0", row) for n, row in enumerate(rows)])
+    assert '<td>rewrites of a</td><td>2</td><td>2</td><td class="different">≠ 0</td>' in page
+    assert 'href="rank2/graph0/report.html"' in page and "rank 2 differs in 1 thing of" in page
+    assert "nothing: rank 0 does what most of the other 2 do" in page
+    assert "<code>rewrites of b</code>" in page.partition("things are alike on all ranks")[2]
     same = index_page([("rank0/graph0", rank(0, 2)), ("rank1/graph0", rank(1, 2))])
-    assert "Every pass rewrote as many places on all 2 ranks" in same
+    assert "Nothing: all 2 ranks agree in" in same and "≠" not in same
+    assert "One rank wrote this dump" in index_page([("rank0/graph0", rank(0, 2))])
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +121,9 @@ def browser():
     driver.quit()
 
 
+VIEWS = ["questions", "model", "timeline", "roofline", "memory", "graph", "passes", "numbers"]
+
+
 def opened(browser, folder, width):
     browser.set_window_size(width, 900)
     browser.get(f"file://{folder}/report.html")
@@ -122,7 +137,7 @@ def opened(browser, folder, width):
 def test_every_view_draws_without_errors_and_fits(browser, folder, width):
     opened(browser, folder, width)
     views = browser.execute_script("return [...document.querySelectorAll('#views button')].map(b => b.dataset.view)")
-    assert views == ["model", "roofline", "memory", "graph", "passes", "numbers"]
+    assert views == VIEWS
     for view in views:
         drawn = browser.execute_script(
             f"""document.querySelector('#views button[data-view={view}]').click();
@@ -136,7 +151,9 @@ def test_every_view_draws_without_errors_and_fits(browser, folder, width):
 def test_the_tree_sums_what_the_kernels_have(browser, folder):
     opened(browser, folder, 1400)
     rows = browser.execute_script(
-        "return [...document.querySelectorAll('#tree tbody tr')].map(r => [...r.cells].map(c => c.textContent))"
+        """document.querySelector('#views button[data-view=model]').click();
+        return new Promise((done) => setTimeout(() => done([...document.querySelectorAll('#tree tbody tr')]
+        .map(r => [...r.cells].map(c => c.textContent))), 100))"""
     )
     values = values_of((folder / "report.html").read_text())
     for column, stage in ((1, "captured"), (2, "forward"), (3, "backward")):
@@ -198,3 +215,103 @@ def test_passes_are_found_and_show_their_difference(browser, folder):
     time.sleep(0.2)
     added = browser.execute_script("return document.querySelectorAll('details.pass:not([hidden]) .row.add').length")
     assert shown and all("fusion.rope " not in text for text in shown) and added >= 2
+
+
+def clicked(browser, selector):
+    """Click as a user does: scrolled to, and only if it can be hit."""
+    element = browser.find_element("css selector", selector)
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", element)
+    element.click()
+
+
+@pytest.mark.parametrize("width", [1400, 400])
+def test_every_question_is_answered_in_two_clicks(browser, folder, width):
+    opened(browser, folder, width)
+    shown = "return document.querySelector('details.answer[data-question={}] > div').innerText"
+    for question in QUESTIONS:
+        clicked(browser, f"details.answer[data-question={question.name}] summary")
+        text = browser.execute_script(shown.format(question.name))
+        assert len(text) > 20 or question.name == "node", (question.name, text)
+    browser.execute_script("document.getElementById('find-node').scrollIntoView({block: 'center'})")
+    browser.find_element("id", "find-node").send_keys("swiglu_default")
+    assert "fusion.swiglu" in browser.execute_script(shown.format("node"))
+    fits = browser.execute_script("return document.documentElement.scrollWidth - innerWidth")
+    assert fits <= 0 and browser.get_log("browser") == []
+    clicked(browser, "details.answer[data-question=peak] [data-go=memory]")
+    assert browser.execute_script("return !document.getElementById('view-memory').hidden")
+    opened(browser, folder, width)
+    clicked(browser, "details.answer[data-question=rank] summary")
+    clicked(browser, "details.answer[data-question=rank] a")
+    assert browser.execute_script("return document.getElementById('ranks').innerText").startswith(
+        "What do the ranks do"
+    )
+
+
+@pytest.fixture(scope="module")
+def sent(tmp_path_factory):
+    """The folder of a graph with collectives, one of which is exposed."""
+    import torch.distributed as dist
+    from torch.distributed._functional_collectives import all_reduce
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def step(x, w):
+        y = all_reduce(x @ w, "sum", dist.group.WORLD)
+        z = (x @ w).relu()
+        return (y @ w + z).sum()
+
+    root = tmp_path_factory.mktemp("sent")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        torch._dynamo.reset()
+        inputs = torch.randn(256, 256), torch.randn(256, 256)
+        explain(step, *inputs, hardware="ascend910b2", disable=["overlap.decompose"]).save(str(root))
+    finally:
+        dist.destroy_process_group()
+    return root / "rank0" / "graph0"
+
+
+@pytest.mark.parametrize("width", [1400, 800, 400])
+def test_the_time_line_shows_what_is_exposed(browser, sent, width):
+    opened(browser, sent, width)
+    values = json.loads((sent / "metadata.json").read_text())["step"]
+    bare = [s for s in values["collectives"] if s["exposed"] > 0]
+    assert bare and values["exposed_seconds"] == pytest.approx(values["seconds"] - values["compute_seconds"])
+    clicked(browser, "#views button[data-view=timeline]")
+    text = browser.execute_script("return document.getElementById('view-timeline').innerText")
+    assert f"{len(bare)} of {len(values['collectives'])} collectives exposed" in text and bare[0]["name"] in text
+    assert f"{bare[0]['exposed'] * 1e6:.1f}" in text and "R all_reduce" in text and "! stands still" in text
+    drawn = """return [document.querySelectorAll('#lanes rect.block').length,
+        document.querySelector('#lanes').innerHTML]"""
+    before = browser.execute_script(drawn)
+    browser.find_element("id", "lanes").send_keys("+" * 4)
+    assert before[0] >= 4 and browser.execute_script(drawn)[1] != before[1]
+    browser.find_element("id", "lanes").send_keys("n")
+    note = browser.execute_script("return document.querySelector('#timeline pre').textContent")
+    assert "EXPOSED" in note and bare[0]["name"] in note
+    clicked(browser, "#exposed button")
+    fits = browser.execute_script("return document.documentElement.scrollWidth - innerWidth")
+    assert fits <= 0 and browser.get_log("browser") == []
+
+
+@pytest.mark.parametrize("width", [1400, 800, 400])
+def test_the_index_of_ranks_fits_and_opens(browser, tmp_path, width):
+    rows = [(f"rank{n}/graph0", rank(n, 2 if n != 3 else 5)) for n in range(8)]
+    (tmp_path / "index.html").write_text(index_page(rows))
+    browser.set_window_size(width, 900)
+    browser.get(f"file://{tmp_path}/index.html")
+    clicked(browser, "details[data-rank='3'] summary")
+    text = browser.execute_script("return document.querySelector('details[data-rank=\"3\"]').innerText")
+    assert "rank 3 differs in 1 thing" in text and "rewrites of a" in text
+    fits = browser.execute_script("return document.documentElement.scrollWidth - innerWidth")
+    assert fits <= 0 and browser.get_log("browser") == []
+
+
+@pytest.mark.parametrize("width", [1400, 400])
+def test_pages_of_sections_show_one_at_a_time(browser, tmp_path, width):
+    sections = [Section("a", "First").text("one"), Section("b", "Second").table(["x"], [["two"]]).code("Code", "three")]
+    (tmp_path / "page.html").write_text(sections_page("A plan", ["Modelled."], [("ranks", 8)], sections))
+    browser.set_window_size(width, 900)
+    browser.get(f"file://{tmp_path}/page.html")
+    clicked(browser, "#views button[data-view=b]")
+    shown = browser.execute_script("return [...document.querySelectorAll('section')].map((s) => !s.hidden)")
+    assert shown == [False, True] and browser.get_log("browser") == []

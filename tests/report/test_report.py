@@ -1,9 +1,11 @@
 """Dumps, explain, HTML, tlparse artifacts and the command line show what happened, readably and truly."""
 
+import io
 import json
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -14,6 +16,7 @@ from torch import nn
 
 import mindspeed_fx
 from mindspeed_fx import cli
+from mindspeed_fx.report import terminal
 from mindspeed_fx.report.modelled import estimates
 from tests.models import LLAMA_COUNTS, Llama, explain, fusion_counts, tokens
 
@@ -105,17 +108,56 @@ def test_an_unwritable_directory_is_a_clear_error(tmp_path):
         )
 
 
-def test_structured_trace_has_our_artifacts(tmp_path):
-    code = (
-        "import torch; torch.compile(torch.nn.RMSNorm(8), backend='mindspeed', options={'codegen': "
-        "'eager'})(torch.randn(2, 8)).sum().backward()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "TORCH_TRACE": str(tmp_path)}, capture_output=True, text=True
-    )
+TRACED = """
+import torch
+model = torch.nn.Sequential(torch.nn.RMSNorm(8), torch.nn.Linear(8, 8))
+torch.compile(model, backend="mindspeed", options={"codegen": "eager"})(torch.randn(2, 8)).sum().backward()
+"""
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    """A log of TORCH_TRACE, and what TORCH_LOGS printed of the same run."""
+    folder = tmp_path_factory.mktemp("trace")
+    names = "mindspeed_fx.report.code,mindspeed_fx.report.diffs"
+    environment = {**os.environ, "TORCH_TRACE": str(folder), "TORCH_LOGS": names}
+    done = subprocess.run([sys.executable, "-c", TRACED], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    log = next(tmp_path.glob("*.log")).read_text()
-    assert "mindspeed_fx_index" in log and "captured_fusion.rms_norm" in log and "mindspeed.rms_norm(" in log
+    return next(folder.glob("*.log")), done.stderr
+
+
+def test_structured_trace_has_our_artifacts_under_their_compilation(trace):
+    lines = trace[0].read_text().splitlines()
+    names = {}
+    for line in lines:
+        head = line.partition("] ")[2]
+        if '"artifact": {"name": "mindspeed_fx' in head:
+            values = json.loads(head)
+            names.setdefault(f"{values['frame_id']}/{values['frame_compile_id']}", []).append(
+                values["artifact"]["name"]
+            )
+    (ours,) = names.values()
+    fused = next(n for n in ours if n.endswith("captured_fusion.rms_norm"))
+    assert list(names) == ["0/0"] and {f"{fused}.diff", "mindspeed_fx_index"} < set(ours)
+    assert {f"mindspeed_fx_graph_{stage}" for stage in ("dynamo", "forward", "backward")} < set(ours)
+    assert ours.count(fused) == 1 and "mindspeed.rms_norm(" in trace[0].read_text()
+
+
+def test_tlparse_lists_our_artifacts(trace, tmp_path):
+    program = shutil.which("tlparse") or os.path.join(os.path.dirname(sys.executable), "tlparse")
+    if not os.path.exists(program):
+        pytest.skip("tlparse is not installed (extra browser)")
+    out = tmp_path / "out"
+    subprocess.run([program, "--no-browser", "-o", str(out), str(trace[0])], check=True, capture_output=True)
+    index = (out / "index.html").read_text()
+    for name in ("mindspeed_fx_index", "captured_fusion.rms_norm", "mindspeed_fx_graph_forward"):
+        assert re.search(rf'href="-_0_0_0/[^"]*{re.escape(name)}', index), name
+
+
+def test_graphs_and_differences_are_logged_by_their_names(trace):
+    assert "graph 0, captured, fusion.rms_norm" in trace[1] and "mindspeed.rms_norm(" in trace[1]
+    assert all(f"graph 0, {stage}" in trace[1] for stage in ("dynamo", "forward", "backward"))
+    assert "effective options" not in trace[1]
 
 
 @pytest.fixture
@@ -199,14 +241,32 @@ def test_the_text_answers_first_and_fits_a_terminal(report):
         "fused: 2 of 2 attention, 5 of 5 norms, 4 of 4 rotations, 2 of 2 gates, 1 of 1 losses",
     ]
     assert re.match(r"forward, modelled: \d+ -> \d+ us, \d+ -> \d+ kernels, [\d.]+ -> [\d.]+ MB", lines[3])
-    idle = lines.index(next(line for line in lines if line.startswith("nothing to do: ")))
-    above = "\n".join(lines[:idle])
-    assert not [n for n, count in report.counts.items() if not count and not report.skipped(n) and n in above]
-    below = " ".join(" ".join(lines[idle:]).split())
-    assert "sharding.verify: the model is not parallelized" in below and "fusion.dropout_add" in below
+    assert re.match(r"step, modelled: [\d.]+ ms, peak [\d.]+ KiB$", lines[4])
+    (idle,) = [line for line in lines if line.startswith("nothing to do: ")]
+    assert idle == f"nothing to do: {len(report.idle)} passes; report.idle and the page say why"
+    assert not [name for name in report.idle if name in "\n".join(lines)]
+    assert "the model is not parallelized" in report.idle["sharding.verify"][0] and "fusion.dropout_add" in report.idle
     modelled = lines.index(next(line for line in lines if line.startswith("modelled for ")))
     assert max(map(len, lines[:modelled])) <= 100
     assert report.to_dict()["counts"] == report.counts and report._repr_html_().startswith("<pre>1 graph")
+
+
+def test_colours_repeat_the_words_and_are_for_terminals_alone(report, monkeypatch):
+    pytest.importorskip("rich")
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    plain, coloured = io.StringIO(), Terminal()
+    for stream in (plain, coloured):
+        terminal.show(str(report), stream)
+    assert plain.getvalue() == f"{report}\n" and "\x1b[" in coloured.getvalue()
+    assert re.sub(r"\x1b\[[\d;]*m", "", coloured.getvalue()).rstrip() == str(report).rstrip()
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not terminal.is_coloured(coloured)
 
 
 class ScoresReturned(nn.Module):

@@ -16,7 +16,7 @@ import mindspeed_fx
 from mindspeed_fx.cost import calibrated
 from mindspeed_fx.passes import PassReport, base, register
 from mindspeed_fx.report import dump, svg
-from mindspeed_fx.report.html import page, table
+from mindspeed_fx.report.html import Section, sections_page
 from mindspeed_fx.report.records import GraphRecord, PassRun, Site, Skip
 from mindspeed_fx.training.tensor_dump import compare_dumps, dump_tensors
 
@@ -167,11 +167,9 @@ def test_names_of_devices_are_no_paths(tmp_path, monkeypatch):
 
 
 def test_pictures_and_tables_escape():
-    text = page(
-        SCRIPT,
-        table([SCRIPT], [[IMAGE]])
-        + svg.picture(1, 1, [svg.text(0, 0, SCRIPT), svg.rect(0, 0, 1, 1, IMAGE, IMAGE)], IMAGE),
-    )
+    drawn = svg.picture(1, 1, [svg.text(0, 0, SCRIPT), svg.rect(0, 0, 1, 1, IMAGE, IMAGE)], IMAGE)
+    section = Section("a", SCRIPT).text(SCRIPT).head(IMAGE).table([SCRIPT], [[IMAGE]]).code(IMAGE, SCRIPT)
+    text = sections_page(SCRIPT, [IMAGE], [(SCRIPT, IMAGE)], [section.picture(drawn)])
     assert not Elements(text).bad and "<script>alert" not in text
 
 
@@ -192,7 +190,7 @@ def test_the_scripts_of_pages_make_no_elements_of_text():
     folder = os.path.join(os.path.dirname(dump.__file__), "templates")
     lines = [
         line.strip()
-        for file in ("graph.js", "page.js", "tree.js", "code.js", "charts.js")
+        for file in ("graph.js", "page.js", "tree.js", "code.js", "charts.js", "timeline.js", "views.js")
         for line in open(os.path.join(folder, file))
         if re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|\.html\(", line)
     ]

@@ -10,8 +10,8 @@ import torch
 from mindspeed_fx.compat.placements import Even, is_even
 from mindspeed_fx.kernels import REGISTRY
 from mindspeed_fx.kernels.sharding import register_sharding_rules, strategies
+from mindspeed_fx.planning.verify_device.operators import calls
 from tests.sharding.exhaust import missing_ways, wrong_ways
-from tests.sharding.operator_cases import calls
 
 EVEN, UNEVEN, ONE_KEY_HEAD, OWN_KEYS = (4, 4, 4, 2, 4, 4), (3, 5, 6, 3, 4, 6), (2, 3, 4, 1, 4, 6), (4, 4, 3, 3, 4, 4)
 

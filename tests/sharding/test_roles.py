@@ -124,11 +124,50 @@ def test_a_norm_of_the_results_is_the_reason_to_stay_whole():
     assert roles.whole == {"a.weight": "aten.layer_norm.default needs its results whole"}
 
 
-def test_a_layer_that_stays_whole_is_logged_with_the_operator(monkeypatch):
-    lines = []
-    monkeypatch.setattr(presets.logger, "warning", lambda text, *args: lines.append(text % args))
-    named_plan("tp", LowRank(), args=(torch.empty(2, 8, 16, dtype=torch.float64),))
-    assert lines == ['plan "tp": layer "a" stays whole: aten.layer_norm.default needs its results whole']
+def test_a_layer_whose_results_are_needed_whole_is_divided_and_gathered():
+    plan = named_plan("tp", LowRank(), args=(torch.empty(2, 8, 16, dtype=torch.float64),))
+    assert (plan.parameters["a.weight"], plan.parameters["a.bias"]) == ({"tp": "S(0)"}, {"tp": "S(0)"})
+    assert plan.modules["a"].output == {"tp": "R"}
+    assert presets.whole_layers(LowRank(), plan) == []
+
+
+class Scanned(nn.Module):
+    """A state-space layer: a packed projection, a filter of each channel, decays of each, a convolution's bias."""
+
+    def __init__(self, width=16, inner=24):
+        super().__init__()
+        self.a, self.b = nn.Linear(width, 2 * inner + 8, bias=False), nn.Linear(inner, width)
+        self.filter = nn.Conv1d(inner + 8, inner + 8, 3, groups=inner + 8, padding=2)
+        self.decay, self.step = nn.Parameter(torch.rand(inner)), nn.Parameter(torch.rand(inner, 1))
+        self.inner = inner
+        self.double()
+
+    def forward(self, x):
+        gate, hidden = self.a(x).split([self.inner, self.inner + 8], -1)
+        hidden = F.silu(self.filter(hidden.transpose(1, 2))[..., : x.shape[1]])
+        hidden, state = hidden.split([self.inner, 8], 1)
+        hidden = (hidden * self.step).cumsum(-1) + state.pow(2).repeat_interleave(3, 1)
+        hidden = torch.einsum("bcs,c->bsc", hidden, torch.exp(-self.decay))
+        return (x + self.b(hidden * F.silu(gate))).square().mean()
+
+
+def test_what_stands_beside_a_packed_projection_is_divided_with_it():
+    torch.manual_seed(0)
+    model, x = Scanned(), torch.randn(2, 8, 16, dtype=torch.float64)
+    roles = read_roles(model, (x,))
+    assert (roles.columns, roles.rows, roles.whole) == ({"a.weight": 0}, {"b.weight": 1}, {})
+    assert roles.packed == {"a.weight": (24, 24, 8)}
+    filters = {"filter.weight": (0, (24, 8)), "filter.bias": (0, (24, 8))}
+    assert roles.beside == {**filters, "step": (0, (24,)), "decay": (0, (24,))}
+    plan = named_plan("tp", model, args=(x,))
+    assert plan.parameters["a.weight"] == {"tp": "S(0:24+24+8)"}
+    loss = model(x)
+    gradients = dict(zip(dict(model.named_parameters()), torch.autograd.grad(loss, list(model.parameters()))))
+    result = simulate(model, {"tp": 2}, plan, x)
+    torch.testing.assert_close(result.outputs[0], loss, rtol=1e-9, atol=1e-12)
+    for n, g in gradients.items():
+        torch.testing.assert_close(result.gradients[n], g, rtol=1e-9, atol=1e-12)
+    assert result.forward == {"all_reduce": 1}  # nothing is gathered
 
 
 @pytest.fixture
@@ -192,10 +231,10 @@ def test_a_layer_as_wide_as_the_vocabulary_is_no_output_layer():
 
         def forward(self, ids):
             x = self.embedding(ids)
-            left, right = self.a(x).chunk(2, -1)
+            left, right = self.a(x).flip(-1).chunk(2, -1)
             return self.last(x + self.b(left * right))
 
     model = Model()
-    with pytest.raises(ShardingError, match="a.weight: aten.*split.* along its results"):
+    with pytest.raises(ShardingError, match="a.weight: aten.flip.default needs its results whole"):
         named_plan("tp", model, args=(torch.zeros(2, 8, dtype=torch.int64),))
     assert read_roles(model, (torch.zeros(2, 8, dtype=torch.int64),)).output_layers == ["embedding.weight"]

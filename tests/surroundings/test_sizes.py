@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from mindspeed_fx.kernels import REGISTRY
-from tests.sharding import operator_cases
+from mindspeed_fx.planning.verify_device.operators import calls
 
 ops = torch.ops.mindspeed
 SIZES = {  # batch, sequence, heads, heads of keys, head width, hidden size
@@ -27,19 +27,12 @@ def tensors(values):
     return [v for v in (values if isinstance(values, (tuple, list)) else [values]) if isinstance(v, torch.Tensor)]
 
 
-def calls_of(monkeypatch, sizes, dtype):
-    monkeypatch.setattr(
-        operator_cases, "randn", lambda *shape, grad=True: torch.randn(*shape, dtype=dtype, requires_grad=grad)
-    )
-    return list(operator_cases.calls(*sizes))
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SIZES)
-def test_kernels_are_the_references(monkeypatch, name, dtype):
+def test_kernels_are_the_references(name, dtype):
     tolerance = {torch.bfloat16: 5e-2, torch.float32: 1e-4, torch.float64: 1e-9}[dtype]
     served = 0
-    for operator, args in calls_of(monkeypatch, SIZES[name], dtype):
+    for operator, args in calls(*SIZES[name], dtype):
         expected = tensors(operator.reference(*args))
         kernel, _ = operator.choose("cpu", args, {})
         if kernel is None:
@@ -57,9 +50,9 @@ def test_kernels_are_the_references(monkeypatch, name, dtype):
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_gradients_are_those_of_the_references(monkeypatch, name):
+def test_gradients_are_those_of_the_references(name):
     compared = set()
-    for operator, args in calls_of(monkeypatch, SIZES[name], torch.float64):
+    for operator, args in calls(*SIZES[name], torch.float64):
         if operator.opaque or "backward" in operator.name or operator.name == "mindspeed.ring_attention_update":
             continue
         grads = []

@@ -80,6 +80,7 @@ PLANS: dict[str, tuple[str, dict[str, int]]] = {
     "zero2": ("zero2", {"dp": 2}),
     "zero3": ("zero3", {"dp": 2}),
     "ep": ("ep", {"ep": 2}),
+    "ep_alltoall": ("ep_alltoall", {"ep": 2}),
     "zero2+tp_sp": ("zero2+tp_sp", {"dp": 2, "tp": 2}),
     "tp_2d": ("tp_2d", {"tp_x": 2, "tp_y": 2}),
     "search": ("search", {"dp": 2, "tp": 2}),
@@ -87,7 +88,7 @@ PLANS: dict[str, tuple[str, dict[str, int]]] = {
 """Column -> plan and mesh; "search" is what ``mindspeed_fx.plan`` finds for the mesh."""
 
 MIXTURES = ("olmoe", "gpt_oss", "qwen2_moe", "deepseek_v3", "qwen3_next", "mixtral")
-"""Those that plan "ep" is for; the others have "zero2+tp_sp" in its place."""
+"""Those that the plans "ep" and "ep_alltoall" are for; the others have "zero2+tp_sp" in their place."""
 
 
 def in_float64(module: types.ModuleType) -> types.ModuleType:
@@ -199,8 +200,9 @@ def layers_kept(model: torch.nn.Module, plan: Any, inputs: dict[str, torch.Tenso
     from mindspeed_fx.sharding.presets import whole_layers
     from mindspeed_fx.sharding.roles import read_roles
 
-    reasons = read_roles(model, (), inputs).whole
-    return [f'layer "{n}": {reasons.get(f"{n}.weight", "no role was read")}' for n in whole_layers(model, plan)]
+    kept = whole_layers(model, plan)
+    reasons = read_roles(model, (), inputs).whole if kept else {}
+    return [f'layer "{n}": {reasons.get(f"{n}.weight", "no role was read")}' for n in kept]
 
 
 def compared(model: torch.nn.Module, loss: torch.Tensor, result: Any) -> tuple[str, str]:
@@ -223,8 +225,8 @@ def compared(model: torch.nn.Module, loss: torch.Tensor, result: Any) -> tuple[s
 
 
 def columns(name: str) -> list[str]:
-    without = "zero2+tp_sp" if name in MIXTURES else "ep"
-    return [c for c in PLANS if c not in (without, "search")]
+    without = ("zero2+tp_sp",) if name in MIXTURES else ("ep", "ep_alltoall")
+    return [c for c in PLANS if c not in without]
 
 
 def checked(name: str, column: str, seconds: int) -> tuple[str, str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Iterable
 
 from mindspeed_fx.errors import OptionError, nearest
+from mindspeed_fx.megatron.flags.conflicts import Conflict, conflicts_of
 from mindspeed_fx.megatron.flags.flag import REFUSED, Flag, FlagError, NotDone, get
 from mindspeed_fx.megatron.flags.llm_model import set_plain_rope
 from mindspeed_fx.megatron.flags.router import drop_unread_bias
@@ -77,7 +78,8 @@ def account(args: Namespace, argv: Iterable[str] = ()) -> list[Account]:
         OptionError: the flags to skip are none, or change values.
     """
     words, skipped = words_of(argv), flags_to_skip(args)
-    accounts = []
+    accounts: list[Account] = []
+    conflicts = conflicts_of(args, skipped)
     for flag in TABLE:
         if not flag.is_requested(args, words):
             continue
@@ -86,7 +88,19 @@ def account(args: Namespace, argv: Iterable[str] = ()) -> list[Account]:
         else:
             accounts.append(_account_for(flag, args, skipped))
     accounts += _consequences(args, accounts)
-    return accounts
+    return accounts + [_of_conflict(c) for c in conflicts if not _is_told(c, accounts)]
+
+
+def _of_conflict(conflict: Conflict) -> Account:
+    return Account(conflict.first, REFUSED, conflict.text, True)
+
+
+def _is_told(conflict: Conflict, accounts: list[Account]) -> bool:
+    """Whether what became of one of the two is an error that names the other."""
+    pair = (conflict.first, conflict.second)
+    return any(
+        a.is_refused and a.flag == one and other in a.text for a in accounts for one, other in (pair, pair[::-1])
+    )
 
 
 def _skip(flag: Flag, args: Namespace) -> Account:
@@ -156,7 +170,8 @@ def refuse_all(accounts: list[Account]) -> None:
     refused = [a for a in accounts if a.is_refused]
     if refused:
         lines = "\n".join(f"  {a.flag}: {a.text}" for a in refused)
-        one = "1 flag of this run is" if len(refused) == 1 else f"{len(refused)} flags of this run are"
+        count = len({a.flag for a in refused})
+        one = "1 flag of this run is" if count == 1 else f"{count} flags of this run are"
         raise FlagError(f"{one} not done by mindspeed_fx:\n{lines}")
 
 

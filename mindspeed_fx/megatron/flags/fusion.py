@@ -231,12 +231,6 @@ FLAGS = [
         skip=True,
     ),
     switch(
-        "--add-dense-bias",
-        REFUSED,
-        "a bias in the output projection of attention alone",
-        "Megatron-core has one switch for all biases: leave out --disable-bias-linear, or remove the flag",
-    ),
-    switch(
         "--use-dsa-absorb",
         REFUSED,
         "up-projections of sparse attention absorbed into its products",

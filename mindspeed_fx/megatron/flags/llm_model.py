@@ -6,7 +6,7 @@ from argparse import Namespace
 from typing import Any
 
 from mindspeed_fx.megatron.flags.flag import MEGATRON, OPTION, REFUSED, Flag, NotDone, get, number, switch, word
-from mindspeed_fx.megatron.flags.llm_parts import ALL_HEADS, POST_NORM
+from mindspeed_fx.megatron.flags.llm_parts import ALL_HEADS, DENSE_BIAS, POST_NORM, SHORTCUT
 from mindspeed_fx.megatron.flags.rope_scaling import set_scaling
 
 LATENT = "latent attention, as Megatron's own layers have it with --multi-latent-attention"
@@ -21,9 +21,35 @@ SPECS = {
     "gemma2_spec": AFTER,
     "grok_spec": AFTER,
     "minimax_spec": "the norms of queries and keys are over all heads of Megatron's own layers",
+    "phi35_moe_spec": "attention whose output projection may have a bias of its own, by --add-dense-bias",
+    "longcat_spec": "two latent attentions and two MLPs a layer, experts beside them",
+    "plm_spec": "latent attention with a norm of keys and values",
     "qwen3_next_spec": "delta nets between attention with a gate, by --full-attention-interval",
 }
 """Layer specs of MindSpeed-LLM whose layers are Megatron's own, or nearly."""
+
+
+LATENT_SPECS = ("deepseek_spec", "minicpm_spec", "plm_spec", "longcat_spec")
+
+
+def _set_plm_layers(args: Namespace) -> None:
+    """Queries straight from the hidden states, a norm of keys and values whatever --qk-layernorm says, no experts."""
+    for name in ("q_lora_rank", "num_experts", "enable_dsa_indexer"):
+        if get(args, name):
+            raise NotDone(f"plm_spec has no such part; remove --{name.replace('_', '-')}")
+    args.qk_layernorm = True
+
+
+def _refuse_beside_shortcuts(args: Namespace) -> None:
+    if not get(args, "num_experts"):
+        raise NotDone("longcat_spec has experts in every layer; give --num-experts")
+    for name in ("mtp_num_layers", "enable_dsa_indexer", "first_k_dense_replace", "noop_layers", "scale_depth"):
+        if get(args, name):
+            raise NotDone(f"longcat_spec's layers were not built with it; remove --{name.replace('_', '-')}")
+    if get(args, "recompute_granularity") == "selective" and (get(args, "recompute_modules") or ["core_attn"]) != [
+        "core_attn"
+    ]:
+        raise NotDone("layers of longcat_spec recompute all or core attention; give --recompute-modules core_attn")
 
 
 def _spec_name(args: Namespace) -> str | None:
@@ -37,7 +63,7 @@ def _spec(args: Namespace) -> str:
     name = _spec_name(args)
     if name not in SPECS:
         raise NotDone(f"the layers of {name} are not Megatron's own; valid: {', '.join(SPECS)}, or a spec of your own")
-    if SPECS[name] == LATENT and not get(args, "multi_latent_attention"):
+    if name in LATENT_SPECS and not get(args, "multi_latent_attention"):
         raise NotDone(f"{name} is latent attention; give --multi-latent-attention")
     if SPECS[name] == AFTER:
         if not get(args, "post_norm"):
@@ -47,6 +73,13 @@ def _spec(args: Namespace) -> str:
         if get(args, "tensor_model_parallel_size", 1) > 1:
             raise NotDone("norms over all heads want them on one rank; give --tensor-model-parallel-size 1")
         args.mindspeed_layers = ALL_HEADS
+    if name == "plm_spec":
+        _set_plm_layers(args)
+    if name == "longcat_spec":
+        _refuse_beside_shortcuts(args)
+        args.mindspeed_layers = SHORTCUT
+    if name == "phi35_moe_spec":
+        args.mindspeed_layers = DENSE_BIAS
     if name == "qwen3_next_spec" and not get(args, "full_attention_interval"):
         raise NotDone("qwen3_next_spec is read with --full-attention-interval; give it")
     args.spec = None
@@ -136,7 +169,7 @@ FLAGS = [
         MEGATRON,
         "which frequencies the rotation has",
         "yarn: `--rope-type yarn` of latent attention, else frequencies set so; longrope: set so; llama3: "
-        "`--use-rope-scaling`; plm is an error",
+        "`--use-rope-scaling`; plm: plain frequencies",
         choices=("llama3", "yarn", "longrope", "plm"),
         act=set_scaling,
         shown_by="test_yarn",
@@ -277,7 +310,6 @@ FLAGS = [
         llm=True,
     ),
     switch("--use-triton-swiglu-limit", REFUSED, "the clamped gate as one kernel", "remove it", skip=True, llm=True),
-    _absent("--add-output-layer-bias", "a bias of the output layer"),
     _absent("--no-post-layer-norm", "no norm after the last layer"),
     switch(
         "--use-glm-rope",
@@ -290,9 +322,6 @@ FLAGS = [
     ),
     _absent("--share-kvstates", "layers share keys and values"),
     _absent("--input-layernorm-in-fp32", "the first norm of a layer in float32"),
-    _absent("--init-norm-weight-in-fp32", "weights of norms in float32", "Megatron keeps all weights in one type"),
-    _absent("--enable-mla-scale-q-lora", "scaled queries of latent attention"),
-    _absent("--enable-mla-scale-kv-lora", "scaled keys and values of latent attention"),
     switch(
         "--enable-mla-absorb",
         REFUSED,

@@ -10,8 +10,9 @@ from typing import Any, Callable
 
 from mindspeed_fx.megatron.flags.flag import MEGATRON, OPTION, Flag, NotDone, get, switch
 
-POST_NORM, ALL_HEADS = "post_norm", "all_heads"
-"""Values of ``mindspeed_layers``: norms after attention and MLP; norms of queries and keys over all heads."""
+POST_NORM, ALL_HEADS, DENSE_BIAS, SHORTCUT = "post_norm", "all_heads", "dense_bias", "shortcut"
+"""Values of ``mindspeed_layers``: norms after attention and MLP; norms of queries and keys over all heads; a bias in
+the output projection of attention, where --add-dense-bias asks for it; experts beside the rest of a layer."""
 WITHOUT_SPEC = "no effect without --spec mindspeed_llm.tasks.models.spec.gemma2_spec layer_spec, as in MindSpeed-LLM"
 
 
@@ -51,6 +52,26 @@ def _post_norm(args: Namespace) -> str:
     if get(args, "scale_depth"):
         raise NotDone("--scale-depth, which MindSpeed-LLM's layers with these norms do not have; remove one of the two")
     return "post_attn_norm and post_mlp_layernorm in every layer"
+
+
+def _dense_bias(args: Namespace) -> str:
+    if get(args, "mindspeed_layers") != DENSE_BIAS:
+        return "no effect without --spec mindspeed_llm.tasks.models.spec.phi35_moe_spec layer_spec, as in MindSpeed-LLM"
+    _refuse_with_mtp(args)
+    return "a bias in the output projection of attention"
+
+
+def _scaled_latent(name: str, width: str) -> Callable[[Namespace], str]:
+    def act(args: Namespace) -> str:
+        if not get(args, "multi_latent_attention"):
+            return "no effect without --multi-latent-attention"
+        if not get(args, width):
+            raise NotDone(f"there is no such latent; give --{width.replace('_', '-')}, or remove the flag")
+        if get(args, "enable_dsa_indexer"):
+            raise NotDone("MindSpeed-LLM's sparse attention reads the latent without it; remove --enable-dsa-indexer")
+        return f"{name} times the root of the hidden size over {width}"
+
+    return act
 
 
 def _window(args: Namespace, size: int, skip: int | None) -> str:
@@ -120,6 +141,39 @@ FLAGS = [
         "c tanh(scores / c) before the mask; an error with context parallelism",
         act=_score_cap,
         shown_by=SCALES,
+    ),
+    *(
+        switch(
+            flag,
+            OPTION,
+            f"scaled {name} of latent attention",
+            f"what their norm returns times the root of hidden size over {width}",
+            act=_scaled_latent(name, width),
+            shown_by="test_longcat.py::test_a_layer_by_formula",
+            llm=True,
+        )
+        for flag, name, width in (
+            ("--enable-mla-scale-q-lora", "queries", "q_lora_rank"),
+            ("--enable-mla-scale-kv-lora", "keys and values", "kv_lora_rank"),
+        )
+    ),
+    switch(
+        "--add-dense-bias",
+        OPTION,
+        "a bias in the output projection of attention alone",
+        "so, with phi35_moe_spec; no effect without it",
+        act=_dense_bias,
+        shown_by="test_phi_and_plm.py::test_biases_of_phi",
+        llm=True,
+    ),
+    switch(
+        "--add-output-layer-bias",
+        OPTION,
+        "a bias of the output layer",
+        "logits plus a weight for each token of the vocabulary, which starts at zero",
+        act=lambda args: "logits have a bias",
+        shown_by="test_phi_and_plm.py::test_biases_of_phi",
+        llm=True,
     ),
     switch(
         "--add-rmsnorm-offset",

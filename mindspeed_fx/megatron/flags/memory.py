@@ -93,6 +93,19 @@ def _zero_memory(args: Namespace) -> str:
     return f"{level}: experts keep {'their first product' if level == 'level0' else 'nothing'} for the backward"
 
 
+def _adaptive(args: Namespace) -> str:
+    scale = get(args, "moe_adaptive_recompute_activation_scale", 2.0)
+    if not get(args, "num_experts"):
+        return "no effect without --num-experts"
+    if scale <= 0:
+        raise NotDone(f"--moe-adaptive-recompute-activation-scale {scale}: a number above 0 is expected")
+    if overlaps_passes(args):
+        raise NotDone("--moe-fb-overlap beside it, under which experts are not one call; remove one of the two")
+    if get(args, "moe_zero_memory", "disable") != "disable":
+        raise NotDone("--moe-zero-memory beside it, which makes the same again at every step; remove one of the two")
+    return f"an expert with more than {scale} times its share of tokens makes its layer keep nothing for the backward"
+
+
 def _zero_memory_layers(args: Namespace) -> str:
     if get(args, "moe_zero_memory", "disable") == "disable":
         raise NotDone("it counts layers of --moe-zero-memory level1; give that too")
@@ -186,9 +199,11 @@ FLAGS = [
     setting("--adaptive-recompute-profiling-step", "--adaptive-recompute-device-size", 10),
     switch(
         "--moe-adaptive-recompute-activation",
-        REFUSED,
+        OPTION,
         "layers of experts recomputed in steps in which one has many tokens",
-        BUDGET,
+        "such a layer keeps nothing for the backward; the same values; an eager layer decides by its own counts, a "
+        "compiled chunk by those of its last call, with a graph for each way",
+        act=_adaptive,
         skip=True,
     ),
     setting("--moe-adaptive-recompute-activation-scale", "--moe-adaptive-recompute-activation", 2.0),

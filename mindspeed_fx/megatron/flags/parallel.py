@@ -105,12 +105,6 @@ FLAGS = [
     switch("--use-nd-matmul", REFUSED, "tensor parallelism in several dimensions", ONE_DIMENSION, skip=True),
     setting("--nd1-dim1-size", "--use-nd-matmul", 1),
     setting("--nd2-dim1-size", "--use-nd-matmul", 1),
-    switch(
-        "--unaligned-linear",
-        REFUSED,
-        "heads and widths that tensor-parallel ranks do not share evenly",
-        "use a --tensor-model-parallel-size that divides heads, widths and the sequence",
-    ),
     switch("--layerzero", REFUSED, "weights gathered layer by layer", FSDP, skip=True),
     setting("--layerzero-config", "--layerzero", None, str),
     switch("--enable-zero3", REFUSED, "weights divided over data-parallel ranks", FSDP, skip=True),

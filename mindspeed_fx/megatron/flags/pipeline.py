@@ -15,7 +15,6 @@ from mindspeed_fx.megatron.flags.flag import (
     count_layers,
     get,
     has_virtual_stages,
-    rename,
     setting,
     switch,
     word,
@@ -172,6 +171,25 @@ def _late_weights(args: Namespace) -> str:
     return "gradients of a chunk's weights are made while the rank waits; gradient_accumulation_fusion = False"
 
 
+def _variable_lengths(args: Namespace) -> str:
+    """Megatron-core refuses it beside --moe-token-dispatcher-type allgather, its default, also without experts."""
+    args.variable_seq_lengths = True
+    if get(args, "moe_token_dispatcher_type") != "allgather":
+        return "variable_seq_lengths = True"
+    if get(args, "num_experts"):
+        raise NotDone("experts exchange tokens of one number on every rank; give --moe-token-dispatcher-type alltoall")
+    args.moe_token_dispatcher_type = "alltoall"
+    return "variable_seq_lengths = True, moe_token_dispatcher_type = alltoall, which no layer reads"
+
+
+def _several_tensors(args: Namespace) -> str:
+    if has_virtual_stages(args):
+        raise NotDone("Megatron's schedule of virtual stages sends one tensor; remove the virtual stages")
+    if get(args, "schedules_method"):
+        raise NotDone("--schedules-method beside it: MindSpeed takes one of the two")
+    return "a stage's list of tensors is sent, and its backward begins at all of them; hidden states alone by default"
+
+
 FLAGS = [
     word(
         "--num-layer-list",
@@ -203,7 +221,7 @@ FLAGS = [
         MEGATRON,
         "stages send the shape before the values",
         "variable_seq_lengths of Megatron-core's configuration",
-        act=rename("--variable-seq-lengths", "variable_seq_lengths"),
+        act=_variable_lengths,
     ),
     word(
         "--schedules-method",
@@ -252,10 +270,11 @@ FLAGS = [
     ),
     switch(
         "--use-multiparameter-pipeline-model-parallel",
-        REFUSED,
+        MEGATRON,
         "stages send several tensors",
-        "Megatron's stages send one tensor; remove the flag, and use --pipeline-model-parallel-size 1 where a model "
-        "sends more",
+        "the shapes are those that the model's provider writes to args.pipeline_tensor_shapes, of one type; without "
+        "virtual stages",
+        act=_several_tensors,
     ),
     switch(
         "--automated-pipeline",

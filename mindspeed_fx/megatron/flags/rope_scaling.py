@@ -52,6 +52,18 @@ def _longrope(args: Namespace) -> str:
     return _set_frequencies(args, "longrope")
 
 
+def _plm(args: Namespace) -> str:
+    """base^(-2 i / d) with d the rotated width of a latent head, else hidden size over heads: plain rotation."""
+    if get(args, "rotary_percent", 1.0) != 1.0:
+        raise NotDone("plm rotates whole heads; remove --rotary-percent")
+    if get(args, "multi_latent_attention"):
+        args.rope_type = "rope"
+        return "rope_type = rope: the frequencies of plm are plain"
+    if get(args, "kv_channels") not in (None, args.hidden_size // args.num_attention_heads):
+        raise NotDone("plm rotates by the hidden size over the number of heads; remove --kv-channels")
+    return "the frequencies of plm are plain"
+
+
 def _set_frequencies(args: Namespace, kind: str) -> str:
     if get(args, "position_embedding_type") != "rope":
         raise NotDone("give --position-embedding-type rope")
@@ -61,7 +73,7 @@ def _set_frequencies(args: Namespace, kind: str) -> str:
 
 def set_scaling(args: Namespace) -> str:
     """The act of ``--rope-scaling-type``."""
-    kinds = {"yarn": _yarn, "llama3": _llama3, "longrope": _longrope}
+    kinds = {"yarn": _yarn, "llama3": _llama3, "longrope": _longrope, "plm": _plm}
     if args.rope_scaling_type in kinds:
         return kinds[args.rope_scaling_type](args)
     raise NotDone(f"Megatron has no such frequencies: {args.rope_scaling_type}; valid: {', '.join(kinds)}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from mindspeed_fx.megatron.flags.flag import MEGATRON, REFUSED, Flag, NotDone, added, get, number, switch
+from mindspeed_fx.megatron.flags.flag import MEGATRON, OPTION, REFUSED, Flag, NotDone, added, get, number, switch
 
 TYPE = "--moe-router-load-balancing-type"
 
@@ -46,6 +46,8 @@ def _softmax_topk(args: Namespace) -> str:
 
     Dividing the k largest of softmax(l) by their sum is the softmax over their k logits.
     """
+    if get(args, "moe_router_enable_expert_bias") or get(args, "num_zero_experts"):
+        return _biased_softmax(args)
     _is_plain(args, "softmax_topk")
     before = not get(args, "norm_topk_prob")
     return _set(
@@ -54,6 +56,50 @@ def _softmax_topk(args: Namespace) -> str:
         moe_router_pre_softmax=before,
         moe_router_num_groups=None,
         moe_router_group_topk=None,
+    )
+
+
+def _biased_softmax(args: Namespace) -> str:
+    """The k largest of softmax plus a bias (:mod:`mindspeed_fx.megatron.zero_experts`), as LongCat has them."""
+    has_bias = bool(get(args, "moe_router_enable_expert_bias"))
+    args.moe_router_enable_expert_bias = False  # Megatron's configuration refuses it beside a softmax
+    _is_plain(args, "softmax_topk")
+    for name in ("norm_topk_prob", "fix_router", "moe_shared_expert_intermediate_size"):
+        if get(args, name):
+            raise NotDone(f"beside a bias of experts or --num-zero-experts: remove --{name.replace('_', '-')}")
+    return _set(
+        args,
+        moe_router_load_balancing_type="none",
+        biased_softmax=True,
+        softmax_has_expert_bias=has_bias,
+        moe_router_pre_softmax=True,
+        moe_router_num_groups=None,
+        moe_router_group_topk=None,
+    )
+
+
+def _zero_experts(args: Namespace) -> str:
+    if not get(args, "num_experts"):
+        return "no effect without experts"
+    if not get(args, "biased_softmax") and get(args, "moe_router_load_balancing_type") != "softmax_topk":
+        raise NotDone(f"the choice among them is that of {TYPE} softmax_topk; give it")
+    if get(args, "moe_latent_size"):
+        raise NotDone("they add the token itself; remove --moe-latent-size")
+    return f"the router has {args.num_zero_experts} rows more"
+
+
+def _sparse_mixer(args: Namespace) -> str:
+    """Two experts by :mod:`mindspeed_fx.megatron.sparse_mixer`; groups, scale and auxiliary losses are not read."""
+    _is_plain(args, "sparsemixer_topk")
+    if get(args, "moe_router_topk", 2) != 2:
+        raise NotDone("sparsemixer_topk chooses two experts; give --moe-router-topk 2")
+    return _set(
+        args,
+        moe_router_load_balancing_type="none",
+        sparse_mixer=True,
+        moe_router_num_groups=None,
+        moe_router_group_topk=None,
+        moe_router_topk_scaling_factor=None,
     )
 
 
@@ -218,9 +264,12 @@ FLAGS: list[Flag] = [
     number(
         "--num-zero-experts",
         None,
-        REFUSED,
+        OPTION,
         "experts that return their input",
-        "Megatron has no such experts; remove the flag",
+        "rows of the router for experts that add their weight times the token, on its own rank; an error with another "
+        "router than softmax_topk",
+        act=_zero_experts,
+        shown_by="test_longcat.py::test_experts_by_formula",
         llm=True,
     ),
     number("--n-hash-layers", 0, REFUSED, "experts by a table of tokens", "Megatron has no such router", llm=True),
@@ -264,9 +313,11 @@ FLAGS: list[Flag] = [
     added(
         TYPE,
         "sparsemixer_topk",
-        REFUSED,
+        OPTION,
         "two experts drawn at random by masked softmaxes",
-        f"Megatron has no such router; use another {TYPE}",
+        "type none, whose routers draw so (megatron.sparse_mixer)",
+        act=_sparse_mixer,
+        shown_by="test_phi_and_plm.py::test_sparse_mixer",
         llm=True,
     ),
     added(

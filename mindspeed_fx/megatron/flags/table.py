@@ -10,6 +10,7 @@ from mindspeed_fx.megatron.flags import (
     llm_delta,
     llm_model,
     llm_parts,
+    llm_sparse,
     llm_variants,
     memory,
     moe,
@@ -20,6 +21,7 @@ from mindspeed_fx.megatron.flags import (
     router,
     shared,
     tools,
+    unaligned,
 )
 from mindspeed_fx.megatron.flags.flag import Flag
 
@@ -28,11 +30,12 @@ SUBJECTS: dict[str, list[Flag]] = {
     "The model (MindSpeed-LLM)": llm_model.FLAGS,  # --spec before --first-k-dense-replace, which outweighs it
     "Parts of models (MindSpeed-LLM)": llm_parts.FLAGS,  # after --spec, which says what layers there are
     "Delta nets (MindSpeed-LLM)": llm_delta.FLAGS,
+    "Sparse attention (MindSpeed-LLM)": llm_sparse.FLAGS,
     "Other models (MindSpeed-LLM)": llm_variants.FLAGS,
     "Experts": moe.FLAGS,  # layers with experts before --noop-layers, which counts them
     "Communication": communication.FLAGS,
     "Routers": router.FLAGS,
-    "Tensor, context and data parallelism": parallel.FLAGS,
+    "Tensor, context and data parallelism": parallel.FLAGS + unaligned.FLAGS,
     "Pipeline": pipeline.FLAGS,
     "Memory": memory.FLAGS,
     "Fused operators and attention": fusion.FLAGS,

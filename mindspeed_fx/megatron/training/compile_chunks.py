@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mindspeed_fx.compat import dynamo
-from mindspeed_fx.megatron import buckets, flags, logged_losses, nanopipe, patches, ripipe
+from mindspeed_fx.megatron import adaptive_memory, buckets, flags, logged_losses, nanopipe, patches, ripipe
 from mindspeed_fx.megatron.flags import recomputed
 
 SWITCH = "MINDSPEED_FX_COMPILE"
@@ -69,6 +69,8 @@ def compile_chunk(chunk: torch.nn.Module, options: dict[str, Any]) -> None:
         dynamo.compile_alone(module, backend="mindspeed", fullgraph=True, options=options)
     else:
         module.compile(backend="mindspeed", fullgraph=True, options=options)
+    if any(adaptive_memory.is_asked(m) for m in module.modules()):
+        dynamo.before_compiled_calls(module, lambda: adaptive_memory.choose_by_last_call(module))
 
 
 def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:

@@ -99,7 +99,11 @@ def _after_settling(name: str) -> Callable:
 
     def validate(args: Namespace, *rest: Any, **kwargs: Any) -> Any:
         _settle_and_print(args)
-        return patches.original(name)(args, *rest, **kwargs)
+        has_variable_lengths = getattr(args, "variable_seq_lengths", False)
+        validated = patches.original(name)(args, *rest, **kwargs)
+        if has_variable_lengths:  # Megatron has no flag for it, and sets it to False here
+            args.variable_seq_lengths = True
+        return validated
 
     return validate
 

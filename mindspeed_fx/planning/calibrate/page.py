@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from html import escape
-
 from mindspeed_fx.planning.calibrate import Calibration
 from mindspeed_fx.planning.calibrate.fitting import spread_of_kind
-from mindspeed_fx.report.html import page, table
+from mindspeed_fx.report.html import Section, sections_page
 
 
 def constants_of(result: Calibration) -> list[dict[str, str]]:
@@ -63,11 +61,15 @@ def text(result: Calibration) -> str:
 
 def html(result: Calibration) -> str:
     """One page without links to others."""
-    title = escape(f"mindspeed-fx calibrate: {result.table.device}")
-    body = (
-        f"<h1>{title}</h1><p>{escape(result.table.note)}. In the cost model: <code>{escape(result.table.name)}</code>; "
-        f"what was not measured is {escape(result.table.base)}'s.</p>"
-    )
-    for heading, rows in (("Constants", constants_of(result)), ("Timings", rows_of(result))):
-        body += f"<h2>{heading}</h2>{table(rows[0], [row.values() for row in rows])}"
-    return page(f"mindspeed-fx calibrate: {result.table.device}", body)
+    lead = [
+        f"{result.table.note}. In the cost model: {result.table.name}; what was not measured is {result.table.base}'s."
+    ]
+    sections = [
+        Section(name, title).table(rows[0], [row.values() for row in rows])
+        for name, title, rows in (
+            ("constants", "Constants", constants_of(result)),
+            ("timings", "Timings", rows_of(result)),
+        )
+    ]
+    facts = [("timings", len(rows_of(result))), ("constants", len(constants_of(result)))]
+    return sections_page(f"mindspeed-fx calibrate: {result.table.device}", lead, facts, sections)

@@ -128,6 +128,7 @@ def kernel_times(result: Measured, profile: Profile | None, graphs: list[GraphRe
         result.notes.append(f"kernels were not looked at: torch.profiler does not see those of {result.device}")
         return
     result.profiled_seconds = profile.seconds
+    result.timeline = last_step(profile)
     entries = expected_entries(graphs)
     pairs, result.unmapped = match_events(profile, entries)
     rows, result.unseen_modelled_seconds = _rows(pairs, profile.steps, graphs, result.hardware is not None)
@@ -136,6 +137,16 @@ def kernel_times(result: Measured, profile: Profile | None, graphs: list[GraphRe
         result.notes.append(
             f"{result.unseen_modelled_seconds * 1e6:,.1f} us are modelled for nodes of which no kernel was seen"
         )
+
+
+def last_step(profile: Profile) -> list[tuple[str, str, float, float]]:
+    """Kernel, side, start and seconds of each kernel of the last step; [] where the steps differ in their kernels."""
+    events = sorted(profile.events, key=lambda e: e.start)
+    count, rest = divmod(len(events), profile.steps)
+    if rest or not count:
+        return []
+    events = events[-count:]
+    return [(e.name, e.side, (e.start - events[0].start) * 1e-6, e.seconds) for e in events]
 
 
 def expected_entries(graphs: list[GraphRecord]) -> dict[tuple[str, str], list[Entry]]:

@@ -47,6 +47,7 @@ def plan(
     microbatches: int | None = None,
     zero: str | None = None,
     recompute: str | None = None,
+    trace: bool = True,
 ) -> Any:
     """The plan with the least modelled step time that fits in memory, over placements of every operator and over
     meshes.
@@ -69,6 +70,9 @@ def plan(
         microbatches: how many; None: searched.
         zero: "never", "zero2" or "zero3"; None: searched.
         recompute: "none", "norm+activation_function" or "full"; None: searched.
+        trace: whether the program of a rank is made on fake tensors before a plan is returned, of two layers of each
+            kind: a plan that fails there is not returned, and :attr:`SearchedPlan.refused` says why. Not done where a
+            process group exists (torchrun's), and of stages the layers alone.
 
     Returns:
         :class:`~mindspeed_fx.planning.search.searched_plan.SearchedPlan`: a :class:`~mindspeed_fx.Plan` with
@@ -90,6 +94,7 @@ def plan(
     arguments.check_word("plan", "optimizer", optimizer, tuple(OPTIMIZERS))
     arguments.check_whole("plan", "keep", keep)
     arguments.check_bool("plan", "pipeline", pipeline)
+    arguments.check_bool("plan", "trace", trace)
     settings = {"optimizer": optimizer, "pipeline": pipeline, **_fixed_settings(microbatches, zero, recompute)}
     fixed, devices = _fixed_sizes(mesh, devices)
     milp()
@@ -106,9 +111,32 @@ def plan(
         progress.enter("model")
         problem = trace_model(model, args, kwargs or {})
         outcome = branch_and_bound(problem, hw, devices, limit, keep=keep, **settings)
-    return SearchedPlan.of(
-        Searched(problem, Prices(problem, hw, optimizer), devices, limit, outcome, settings), outcome.solutions[0]
-    )
+    searched = Searched(problem, Prices(problem, hw, optimizer), devices, limit, outcome, settings)
+    return _first_that_traces(searched) if trace else SearchedPlan.of(searched, outcome.solutions[0])
+
+
+def _first_that_traces(searched: Any) -> Any:
+    """The fastest plan of which a rank can make its program; slower ones before it are no alternatives any more.
+
+    Raises:
+        ShardingError: none can; says why of each.
+    """
+    from torch.distributed import is_available, is_initialized
+
+    from mindspeed_fx.planning.search.searched_plan import SearchedPlan
+    from mindspeed_fx.planning.search.traced_plan import find_failure
+
+    for solution in list(searched.outcome.solutions):
+        plan = SearchedPlan.of(searched, solution)
+        if plan.unsupported or (is_available() and is_initialized()):
+            return plan
+        reason = find_failure(searched.problem.traced, plan, plan.sizes)
+        if reason is None:
+            return plan
+        searched.refused[plan.name] = reason
+        searched.outcome.solutions.remove(solution)
+    reasons = "; ".join(f"{name}: {why}" for name, why in searched.refused.items())
+    raise ShardingError(f"plan: no rank can make its program of the plans that fit ({reasons})")
 
 
 def _fixed_settings(microbatches: int | None, zero: str | None, recompute: str | None) -> dict[str, Any]:

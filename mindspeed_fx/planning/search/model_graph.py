@@ -17,6 +17,7 @@ from mindspeed_fx.options import Options
 from mindspeed_fx.planning.search.layer_dedup import Repetition, repetition
 from mindspeed_fx.planning.search.problem import NotRepeated, Problem
 from mindspeed_fx.planning.search.problem_builder import build_problem
+from mindspeed_fx.planning.search.traced_plan import Traced
 from mindspeed_fx.report.source import source_line
 from mindspeed_fx.sharding.plan import ShardingError
 
@@ -44,14 +45,20 @@ def trace_model(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -
     short = repetition(model)
     if short.runs:
         try:
-            return build_problem(*_capture(short.model, args, kwargs, contextlib.nullcontext()), short.model, short)
+            return _problem(*_capture(short.model, args, kwargs, contextlib.nullcontext()), short)
         except NotRepeated as e:
             why = str(e)
         except (IndexError, KeyError, torch._dynamo.exc.TorchDynamoException) as e:
             why = f"the model does not run with fewer layers ({str(e).splitlines()[0] if str(e) else type(e).__name__})"
         whole = Repetition(model, notes=[*short.notes, f"every layer was traced and is planned by itself: {why}"])
-        return build_problem(*_capture(model, args, kwargs), model, whole)
-    return build_problem(*_capture(model, args, kwargs), model, short)
+        return _problem(*_capture(model, args, kwargs), whole)
+    return _problem(*_capture(model, args, kwargs), short)
+
+
+def _problem(gm: fx.GraphModule, names: list[str | None], repeated: Repetition) -> Problem:
+    problem = build_problem(gm, names, repeated.model, repeated)
+    problem.traced = Traced(gm, names, repeated)
+    return problem
 
 
 def _capture(

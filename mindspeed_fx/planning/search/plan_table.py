@@ -47,8 +47,18 @@ def format_plan(plan: Any) -> str:
         )
     if not plan.unsupported and plan.microbatches > 1:
         lines.append(f"to run it: {_loop(plan)}")
+    lines += [f"not returned: {name}: {why}" for name, why in plan.refused.items()]
     lines += [f"note: {n}" for n in p.notes] + [f"not executable yet: {u}" for u in plan.unsupported]
     return "\n".join(lines)
+
+
+def who_runs(plan: Any) -> str:
+    """Who runs the plan, in a word or two."""
+    if plan.unsupported:
+        return "no"
+    if plan.layout.pp > 1:
+        return f"as stages, schedule of {plan.microbatches}"
+    return "yes" if plan.microbatches == 1 else f"by accumulate, {plan.microbatches} parts"
 
 
 def _equals(plan: Any) -> str:

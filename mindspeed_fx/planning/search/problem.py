@@ -133,6 +133,8 @@ class Problem:
     choices: set[int] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     module_names: list[str] = field(default_factory=list)
+    traced: Any = None
+    """The graph that it was read from (:class:`~mindspeed_fx.planning.search.traced_plan.Traced`)."""
 
     def layers(self, run: int) -> int:
         return 1 if run < 0 else len(self.runs[run])

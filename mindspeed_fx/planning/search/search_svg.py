@@ -5,12 +5,11 @@ One self-contained HTML file with inline SVG; time goes down, and a row is as wi
 
 from __future__ import annotations
 
-import html
 from typing import Any
 
 from mindspeed_fx.planning.search.strategy_space import SUMMED, P, R
 from mindspeed_fx.report import svg
-from mindspeed_fx.report.html import page
+from mindspeed_fx.report.html import Section, sections_page
 
 ROW, WIDTH, LEFT = 26, 1080, 330
 COLORS = {
@@ -24,7 +23,7 @@ COLORS = {
 
 
 def picture(plan: Any) -> str:
-    """The page of a :class:`SearchedPlan`."""
+    """The page of a :class:`SearchedPlan`, of the parts that a graph's page has."""
     rows: list[tuple[str, str, str, float, list[str]]] = []
     problem, solution = plan.searched.problem, plan.solution
     moved: dict[Any, list[str]] = {}
@@ -74,13 +73,22 @@ def picture(plan: Any) -> str:
             y += ROW - 6
     plan_svg = svg.picture(WIDTH, y + 10, parts, f"Operators of the plan {plan.name} by time, and its messages")
     low, high = (seconds * 1e3 for seconds in plan.interval)
-    return page(
-        f"plan {plan.name}",
-        f"<h1>{html.escape(plan.name)}</h1>"
-        f"<p>Modelled: {plan.seconds * 1e3:.1f} ms a step ({low:.1f} to {high:.1f}), {plan.memory / 2**30:.1f} GiB a "
-        "device. Bars: forward and backward of one operator on one rank; colors: what tp divides.</p>"
-        f'<div class="wide">{plan_svg}</div><h2>Numbers</h2><pre>{html.escape(str(plan))}</pre>'
-        f"<h2>Plan</h2><pre>{html.escape(plan.text(json_format=True))}</pre>",
+    return sections_page(
+        plan.name,
+        [
+            f"Modelled: {plan.seconds * 1e3:.1f} ms a step ({low:.1f} to {high:.1f}), {plan.memory / 2**30:.1f} GiB a "
+            "device. Bars: forward and backward of one operator on one rank; colours: what tp divides."
+        ],
+        [
+            ("step ms", f"{plan.seconds * 1e3:.1f}"),
+            ("GiB a device", f"{plan.memory / 2**30:.1f}"),
+            ("mesh", ", ".join(f"{d} {n}" for d, n in plan.sizes.items())),
+        ],
+        [
+            Section("operators", "Operators by time, and messages").picture(plan_svg),
+            Section("numbers", "Numbers").code("As text", str(plan)),
+            Section("plan", "Plan").code("As JSON, for plan files", plan.text(json_format=True)),
+        ],
     )
 
 

@@ -15,7 +15,7 @@ from mindspeed_fx.planning.search.branch_and_bound import Outcome, branch_and_bo
 from mindspeed_fx.planning.search.costs import Prices
 from mindspeed_fx.planning.search.layouts import divisors
 from mindspeed_fx.planning.search.lp_structure import there_and_back
-from mindspeed_fx.planning.search.plan_table import format_plan
+from mindspeed_fx.planning.search.plan_table import format_plan, who_runs
 from mindspeed_fx.planning.search.problem import Problem
 from mindspeed_fx.planning.search.solve import Program, Solution
 from mindspeed_fx.planning.search.strategy_space import SUMMED, Label, P, R
@@ -35,6 +35,7 @@ class Searched:
     memory: float
     outcome: Outcome
     settings: dict[str, Any]
+    refused: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 class SearchedPlan(Plan):
@@ -57,6 +58,11 @@ class SearchedPlan(Plan):
 
     def __reduce__(self) -> tuple:
         return Plan, tuple(getattr(self, f.name) for f in dataclasses.fields(Plan))
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """Faster plans that were not returned -> why no rank can make its program of them."""
+        return self.searched.refused
 
     # ---------------------------------------------------------------- numbers
 
@@ -178,7 +184,7 @@ class SearchedPlan(Plan):
         placement would cost.
 
         Args:
-            name: in the whole model.
+            name: in the whole model; or of a plan in :attr:`refused`.
             placements: of the rival: ``[Shard(0)]``, ``[Replicate()]`` or a word ("S(0)", "R"); None: all there are.
 
         Raises:
@@ -186,6 +192,8 @@ class SearchedPlan(Plan):
         """
         if not isinstance(name, str):
             raise ShardingError(f"explain: name is {name!r}; the name of a parameter or of its module is expected")
+        if name in self.refused:
+            return f"{name} was not returned: {self.refused[name]}"
         parameter = self._parameter(name)
         if placements is None:
             return "\n".join(self.explain(name, w) for w in ("R", *(f"S({d})" for d in range(len(parameter.shape)))))
@@ -327,6 +335,7 @@ class SearchedPlan(Plan):
             "collectives": self.collectives(),
             "notes": self.searched.problem.notes,
             "unsupported": self.unsupported,
+            "refused": self.refused,
             "plan": self.as_dict(),
         }
 
@@ -356,16 +365,8 @@ class SearchedPlan(Plan):
             "exposed_seconds": self.exposed,
             "parts": self.solution.parts,
             "executable": not self.unsupported,
-            "runs": self._runs(),
+            "runs": who_runs(self),
         }
-
-    def _runs(self) -> str:
-        """Who runs the plan."""
-        if self.unsupported:
-            return "no"
-        if self.layout.pp > 1:
-            return f"as stages, schedule of {self.microbatches}"
-        return "yes" if self.microbatches == 1 else f"by accumulate, {self.microbatches} parts"
 
     def __str__(self) -> str:
         return format_plan(self)

@@ -1,4 +1,3 @@
-"use strict";
 // The graphs' code: differences put back together, lines read as nodes, and coloured.
 
 /** The text after a unified difference of the text before. */

@@ -50,6 +50,28 @@ function passes(data) {
   });
 }
 
+/** The passes whose difference makes, changes or removes a node, and the line of the graph. */
+function passesOf(data, name) {
+  const own = new RegExp(`^([+-]) {4}${name.replace(/\W/g, "")}: (.*)$`, "gm"), rows = [];
+  data.passes.forEach((run, k) => {
+    const lines = [...run.diff.matchAll(own)];
+    if (!lines.length) return;
+    const what = lines.length > 1 ? "changed" : lines[0][1] === "+" ? "made" : "removed";
+    rows.push([`${String(k).padStart(2, "0")} ${run.name}`, run.stage, what, `${name}: ${lines[lines.length - 1][2]}`]);
+  });
+  return rows;
+}
+
+function questions(data, show) {
+  for (const button of document.querySelectorAll("[data-go]")) button.onclick = () => show(button.dataset.go);
+  const find = byId("find-node"), answer = byId("node-answer");
+  if (!find) return;
+  find.oninput = () => {
+    const name = find.value.trim(), rows = name ? passesOf(data, name) : [];
+    answer.replaceChildren(...(rows.length ? [plainTable(["pass", "graph", "what", "line"], rows)] : [name ? `No pass changed ${name}.` : ""]));
+  };
+}
+
 function model(data) {
   const draw = () => drawTree(data, byId("tree"), byId("fold").checked, byId("find-module").value.toLowerCase());
   byId("fold").onchange = draw; byId("find-module").oninput = draw;
@@ -84,22 +106,13 @@ function graph(data) {
 }
 
 unpacked().then((data) => {
-  const views = { model: [model, data.roofs], roofline: [roofline, data.roofs], memory: [(d) => drawMemory(d, byId("memory")), data.memory], graph: [graph, graphTexts(data).length], passes: [() => {}, true], ...(byId("view-measured") && { measured: [() => {}, true] }), numbers: [() => {}, true] };
-  const bar = byId("views"), drawn = new Set();
-  const show = (name) => {
-    for (const view of Object.keys(views)) byId(`view-${view}`).hidden = view !== name;
-    for (const button of bar.children) button.setAttribute("aria-selected", button.dataset.view === name);
-    if (!drawn.has(name)) { drawn.add(name); views[name][0](data); }
-  };
-  for (const [name, [, there]] of Object.entries(views)) {
-    if (!there) continue;
-    const button = document.createElement("button");
-    button.type = "button"; button.role = "tab"; button.dataset.view = name; button.textContent = name;
-    button.onclick = () => show(name);
-    bar.append(button);
-  }
-  bar.hidden = false;
+  const still = (name) => byId(`view-${name}`) && { [name]: [() => {}, true] };
+  const views = { ...still("questions"), model: [model, data.roofs], timeline: [(d) => drawTimeline(d, byId("timeline")), Object.keys(data.timeline.graphs).length || data.timeline.measured.length],
+    roofline: [roofline, data.roofs], memory: [(d) => drawMemory(d, byId("memory")), data.memory], ...still("plan"), graph: [graph, graphTexts(data).length],
+    ...still("passes"), ...still("measured"), ...still("numbers") };
   passes(data);
-  show(bar.firstElementChild.dataset.view);
+  for (const view of Object.keys(views)) { const draw = views[view][0]; views[view][0] = () => draw(data); }
+  const show = showViews(byId("views"), views, { timeline: "time line" });
+  questions(data, (view) => show(views[view]?.[1] ? view : "numbers"));
   document.documentElement.dataset.ready = "yes";
 });

@@ -20,6 +20,7 @@ from mindspeed_fx.kernels.sharding import along
 from mindspeed_fx.sharding.spmd.parts import Strategy, from_parts, run_in_parts
 from mindspeed_fx.sharding.spmd.redistribute import is_divided_twice
 
+aten = torch.ops.aten
 LINEAR = frozenset(
     "add sub neg mul div to _to_copy sum clone contiguous alias detach view reshape _unsafe_view flatten unflatten "
     "transpose permute t mT movedim unsqueeze squeeze expand expand_as".split()
@@ -78,13 +79,42 @@ def run(target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return draw_in_place(target, args, kwargs)
     if not tensors or target._schema.is_mutable:  # DTensor refuses a write that would need another placement
         return target(*args, **kwargs)
-    if name in TRUSTED and not (name == "einsum" and any(is_divided_twice(x.placements) for x in tensors)):
+    if name in TRUSTED and not (name == "einsum" and any(_is_divided_by_several(x) for x in tensors)):
         args, kwargs = pytree.tree_map_only(DTensor, _summed_for(name, tensors), (args, kwargs))
         return target(*args, **kwargs)
     if name in READS and (terms := _terms(*tensors)):
         return _read_terms(target, args, kwargs, terms)
+    if name in CONVOLUTIONS and is_depthwise(target, args, kwargs):
+        whole = [REPLICATED] * (len(tensors) - 1)
+        return run_in_parts(_of_own_channels(target), args, kwargs, [(0, [0, *whole]), (1, [1, *[0 for _ in whole]])])
+    if target is aten.repeat_interleave.self_int:  # the size of the result that it may be told is that of the whole
+        args, kwargs = args[:3], {k: v for k, v in kwargs.items() if k != "output_size"}
     result = pointwise_strategies(tensors) if is_pointwise(target) else strategies(target, args, kwargs, tensors)
     return run_in_parts(target, args, kwargs, result)
+
+
+def _is_divided_by_several(x: DTensor) -> bool:
+    """Whether several mesh dimensions divide ``x``, the same dimension or others, or one divides it in pieces."""
+    return is_divided_twice(x.placements) or sum(map(dtensor.is_divided, x.placements)) > 1
+
+
+CONVOLUTIONS = frozenset("conv1d conv2d conv3d".split())
+
+
+def is_depthwise(target: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a convolution has one filter for each channel."""
+    arg = bind_arguments(target, args, kwargs)
+    return arg["groups"] == arg["input"].shape[1] == arg["weight"].shape[0] and arg["weight"].shape[1] == 1
+
+
+def _of_own_channels(target: torch._ops.OpOverload) -> Callable:
+    """A depthwise convolution of as many channels as there are."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        arg = bind_arguments(target, args, kwargs)
+        return target(**{**arg, "groups": arg["weight"].shape[0]})
+
+    return run
 
 
 READS = frozenset("index index_select gather".split())
@@ -253,6 +283,10 @@ def _einsum(arguments: dict, x: DTensor, rest: list[DTensor]) -> list[Strategy]:
     ]
 
 
+def _repeat_interleave(arguments: dict, x: DTensor, rest: list[DTensor]) -> list[Strategy]:
+    return [] if rest or arguments["dim"] is None else _leading(0)(arguments, x, rest)
+
+
 def _by_batch(arguments: dict, x: DTensor, rest: list[DTensor]) -> list[Strategy]:
     return [(0, [0] + [REPLICATED] * len(rest))]
 
@@ -264,6 +298,7 @@ RULES: dict[str, Callable[[dict, DTensor, list[DTensor]], list[Strategy]]] = {
     "pad": _pad, "constant_pad_nd": _pad,
     "one_hot": _one_hot, "bucketize": _leading(0),
     "index_add": _index_add,
+    "repeat_interleave": _repeat_interleave,
     "einsum": _einsum,
 }  # fmt: skip
 

@@ -11,6 +11,8 @@ from typing import Any, Iterator, Sequence
 
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from mindspeed_fx.compat import packed_shards
+from mindspeed_fx.compat.dtensor import is_strided
 from mindspeed_fx.sharding.plan import ShardingError
 
 logger = logging.getLogger(__name__)
@@ -66,5 +68,6 @@ def evenly_divided(shape: Sequence[int], placements: Sequence[Placement], mesh: 
     for i, p in enumerate(placements):
         outer = math.prod(mesh.size(j) for j, q in enumerate(results) if isinstance(q, Shard) and q == p)
         uneven = isinstance(p, Shard) and shape[p.dim] % (outer * mesh.size(i)) != 0
+        uneven |= any(n % mesh.size(i) for n in (packed_shards.pieces_of(p, shape[p.dim]) if is_strided(p) else ()))
         results.append(Replicate() if uneven else p)
     return tuple(results)

@@ -15,16 +15,16 @@ from typing import Any, Callable, Iterator
 import torch
 import torch.fx as fx
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils import _pytree as pytree
 
-from mindspeed_fx.compat import autocast, dtensor, strided_shards, tracing
+from mindspeed_fx.compat import autocast, dtensor, packed_shards, strided_shards, tracing
 from mindspeed_fx.errors import OptionError
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.kernels.sharding import register_sharding_rules
 from mindspeed_fx.report.source import source_line
 from mindspeed_fx.sharding.plan import Plan, ShardingError, matching, placement_of
-from mindspeed_fx.sharding.spmd import aten_rules, losses, operators, token_dispatch, vocabulary
+from mindspeed_fx.sharding.spmd import aten_rules, losses, operators, packed, token_dispatch, vocabulary
 from mindspeed_fx.sharding.spmd import experts as experts_spmd
 from mindspeed_fx.sharding.spmd.expected_collectives import ExpectedCollectives
 from mindspeed_fx.sharding.spmd.kept_whole import KeptWhole
@@ -61,7 +61,7 @@ def _kept_parameter(value: Value, plan: Plan, mesh: DeviceMesh) -> str:
     dims = [
         f'"{mesh.mesh_dim_names[i]}"'
         for i, p in enumerate(wanted)
-        if p.is_shard() and value.placements[i].is_replicate()
+        if dtensor.is_divided(p) and value.placements[i].is_replicate()
     ]
     return f"{where}: the ranks of {', '.join(dims)} cannot share it evenly" if dims else ""
 
@@ -123,12 +123,18 @@ class Program(torch.nn.Module):
                     result = redistribute(result, {name: "R"})
                 if stage == "zero1":
                     result = redistribute(result, {name: "R"})
-        return result
+        return self._as_packed(result, value)
 
     def _at_rest(self, x: torch.Tensor, value: Value) -> DTensor:
-        return DTensor.from_local(
-            x, self.mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride
-        )
+        """Packed parts are those of a whole in the order of the ranks (:mod:`packed`)."""
+        placements = [Shard(p.dim) if dtensor.is_strided(p) else p for p in value.placements]
+        return DTensor.from_local(x, self.mesh, placements, run_check=False, shape=value.shape, stride=value.stride)
+
+    def _as_packed(self, x: DTensor, value: Value) -> DTensor | packed.Packed:
+        for i, p in enumerate(value.placements):
+            if dtensor.is_strided(p):
+                return packed.Packed(x, p.dim, packed_shards.pieces_of(p, value.shape[p.dim]), i)
+        return x
 
     def _leave(self, x: DTensor) -> torch.Tensor:
         return x.redistribute(placements=[Replicate()] * self.mesh.ndim).to_local()
@@ -167,9 +173,10 @@ class _Planned(fx.Interpreter):
         self.node = self.traffic.node = n
         self.kept.where = _where(n)
         try:
-            value = self.traffic.values[n] = pytree.tree_map_only(torch.Tensor, self._whole, super().run_node(n))
-            check_dtype(n, value)
-            for x in pytree.tree_leaves(value):
+            value = pytree.tree_map_only(torch.Tensor, self._whole, super().run_node(n))
+            shown = self.traffic.values[n] = pytree.tree_map(_joined, value)
+            check_dtype(n, shown)
+            for x in pytree.tree_leaves(shown):
                 if isinstance(x, DTensor) and x.grad_fn is not None:
                     x.grad_fn.register_prehook(functools.partial(self._differentiates, n))
             return value
@@ -204,11 +211,16 @@ class _Planned(fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
         if tracing.is_checkpoint(target):
+            again = [packed.same_pieces(a) for a in args[1:]]
             return dtensor.run_checkpointed(
-                lambda body: _Planned(body, self.plan, self.mesh, self.known, self.data, self.traffic, self.kept),
-                args,
+                lambda body: _Region(
+                    _Planned(body, self.plan, self.mesh, self.known, self.data, self.traffic, self.kept), again
+                ),
+                tuple(_joined(a) for a in args),
                 kwargs,
             )
+        if packed.is_packed(args, kwargs):
+            return packed.run(self._called, self.node, target, args, kwargs)
         if target is token_dispatch.unpermute_tokens:
             return token_dispatch.unpermute_tokens(*args)
         if target is torch.ops.mindspeed.grouped_matmul.default and token_dispatch.uses_all_to_all(args[0]):
@@ -231,7 +243,22 @@ class _Planned(fx.Interpreter):
             return handler(*args, **kwargs)
 
     def output(self, target: str, args: tuple, kwargs: dict) -> Any:
-        return pytree.tree_map(experts_spmd.whole, super().output(target, args, kwargs))
+        return pytree.tree_map(experts_spmd.whole, pytree.tree_map(packed.whole, super().output(target, args, kwargs)))
+
+
+@dataclass
+class _Region:
+    """The body of a checkpointed region, whose packed arguments come as DTensors."""
+
+    planned: _Planned
+    again: list[Callable[[Any], Any]]
+
+    def run(self, *values: Any) -> Any:
+        return self.planned.run(*(pack(x) for pack, x in zip(self.again, values, strict=True)))
+
+
+def _joined(x: Any) -> Any:
+    return x.joined if isinstance(x, packed.Packed) else x
 
 
 HANDLERS: dict[Any, Callable] = {
@@ -306,4 +333,5 @@ def _line(error: BaseException) -> str:
 
 
 def _shown_value(value: Any) -> str:
+    value = _joined(value)
     return f"{tuple(value.shape)} {value.placements}" if isinstance(value, DTensor) else type(value).__name__

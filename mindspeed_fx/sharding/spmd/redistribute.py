@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from mindspeed_fx.compat import dtensor
+from mindspeed_fx.compat import dtensor, packed_shards
 from mindspeed_fx.sharding.plan import ShardingError, parse_placement
 from mindspeed_fx.sharding.spmd.kept_whole import evenly_divided, keep_whole
 
@@ -26,7 +26,8 @@ def placements_of(placed: Mapping[str, str], mesh: DeviceMesh, ndim: int, where:
         if dim is not None:
             if not -ndim <= dim < ndim:
                 raise ShardingError(f"{where}: placement {word} of a tensor of {ndim} dimensions")
-            results[mesh.mesh_dim_names.index(name)] = Shard(dim % ndim)
+            sizes = [int(n) for n in word.rstrip(")").partition(":")[2].split("+") if n]
+            results[mesh.mesh_dim_names.index(name)] = packed_shards.packed(dim % ndim, sizes or (1,))
     return tuple(results)
 
 
@@ -336,4 +337,24 @@ def even(shape: torch.Size, placements: Any, mesh: DeviceMesh, where: str) -> No
             raise ShardingError(
                 f"{where}: dimension {dim} has {shape[dim]} elements, which {n} ranks of {names} cannot share evenly; "
                 "pad it, choose another number of ranks, or keep it whole (R)"
+            )
+
+
+def even_pieces(shape: torch.Size, placements: Any, mesh: DeviceMesh, where: str) -> None:
+    """Refuse parts of different sizes of what is packed in one dimension, and pieces that are not all of it.
+
+    Raises:
+        ShardingError: with the sizes, the mesh dimension and the number of ranks.
+    """
+    for i, p in enumerate(placements):
+        sizes = packed_shards.pieces_of(p, shape[p.dim]) if dtensor.is_divided(p) else ()
+        if sizes and sum(sizes) != shape[p.dim]:
+            raise ShardingError(
+                f"{where}: dimension {p.dim} has {shape[p.dim]} elements, not {' + '.join(map(str, sizes))}"
+            )
+        if any(size % mesh.size(i) for size in sizes):
+            names = f'"{mesh.mesh_dim_names[i]}"' if mesh.mesh_dim_names else str(i)
+            raise ShardingError(
+                f"{where}: dimension {p.dim} has pieces of {', '.join(map(str, sizes))} elements, which {mesh.size(i)} "
+                f"ranks of {names} cannot share evenly; choose another number of ranks, or keep it whole (R)"
             )

@@ -13,7 +13,8 @@ import mindspeed_fx  # noqa: F401
 from mindspeed_fx.kernels.base import find
 from mindspeed_fx.kernels.npu import schemas
 from mindspeed_fx.kernels.npu.emulation import registry
-from tests.kernels.npu import npu_cases, npu_graphs
+from mindspeed_fx.planning.verify_device import calls as npu_cases
+from tests.kernels.npu import npu_graphs
 
 
 def schema_differences():

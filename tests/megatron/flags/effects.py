@@ -70,7 +70,7 @@ MODEL = {
         (f"--spec {SPEC}.minimax_spec s --tensor-model-parallel-size 2", dict(error="on one rank")),
         (f"--spec {SPEC}.qwen3_next_spec layer_spec {DELTA}", dict(spec=None, linear_attention_freq=3)),
         (f"--spec {SPEC}.qwen3_next_spec layer_spec", dict(error="--full-attention-interval; give it")),
-        (f"--spec {SPEC}.phi35_moe_spec layer_spec", dict(error="phi35_moe_spec are not Megatron's own")),
+        (f"--spec {SPEC}.deepseek4_spec layer_spec", dict(error="deepseek4_spec are not Megatron's own")),
         ("--spec mine.layers spec", dict(spec=["mine.layers", "spec"])),
     ],
     "--rope-scaling-type": [
@@ -88,7 +88,10 @@ MODEL = {
         (f"{MLA} --rope-scaling-type yarn", dict(error="give --rope-scaling-original-max-position-embeddings")),
         (LLAMA3, dict(use_rope_scaling=True)),
         (LLAMA3.replace("8192", "4096"), dict(error="is fixed to")),
-        ("--rope-scaling-type plm", dict(error="Megatron has no such frequencies")),
+        ("--rope-scaling-type plm", dict(rope_type=None, says="plain")),
+        (f"--rope-scaling-type plm {MLA}", dict(rope_type="rope")),
+        ("--rope-scaling-type plm --kv-channels 8", dict(error="remove --kv-channels")),
+        ("--rope-scaling-type plm --rotary-percent 0.5", dict(error="remove --rotary-percent")),
         ("--rope-scaling-type longrope", dict(error="give --long-factor")),
         (f"{MLA} {LONGROPE}", dict(error="latent attention takes no such frequencies")),
         (f"{LONGROPE} --long-mscale 1.1", dict(error="give --long-mscale and --short-mscale, or neither")),
@@ -298,7 +301,6 @@ EXPERTS = {
             dict(moe_router_load_balancing_type="none", moe_router_pre_softmax=True, **UNGROUPED),
         ),
         (f"{PRE} softmax_topk --norm-topk-prob", dict(moe_router_pre_softmax=False)),
-        (f"{PRE} softmax_topk --moe-router-enable-expert-bias", dict(error="no expert bias")),
     ],
     f"{PRE} pai_megatron_aux_loss": [
         (
@@ -547,6 +549,37 @@ MEMORY = {
         (f"--recompute-in-advance {VIRTUAL} {WHOLE}", dict(says="before their gradient is waited for")),
         (f"--recompute-in-advance {WHOLE}", dict(error="give --num-layers-per-virtual-pipeline-stage")),
         (f"--recompute-in-advance {VIRTUAL}", dict(error="give --recompute-granularity full and method block")),
+    ],
+    "--use-multiparameter-pipeline-model-parallel": [
+        ("--use-multiparameter-pipeline-model-parallel", dict(says="a stage's list of tensors is sent")),
+        (
+            "--use-multiparameter-pipeline-model-parallel --num-layers-per-virtual-pipeline-stage 1",
+            dict(error="remove the virtual stages"),
+        ),
+        (
+            "--use-multiparameter-pipeline-model-parallel --schedules-method dualpipev",
+            dict(error="--schedules-method beside it"),
+        ),
+    ],
+    "--moe-adaptive-recompute-activation": [
+        ("--moe-adaptive-recompute-activation --num-experts 4", dict(says="more than 2.0 times its share")),
+        ("--moe-adaptive-recompute-activation", dict(says="no effect without --num-experts")),
+        (
+            "--moe-adaptive-recompute-activation --num-experts 4 --moe-adaptive-recompute-activation-scale 0.0",
+            dict(error="a number above 0"),
+        ),
+        (
+            f"--moe-adaptive-recompute-activation --num-experts 4 --moe-zero-memory level0 {EXCHANGED}",
+            dict(error="--moe-zero-memory beside it"),
+        ),
+        (
+            f"--moe-adaptive-recompute-activation --num-experts 4 --moe-fb-overlap {NARROW} {EXCHANGED}",
+            dict(error="--moe-fb-overlap beside it"),
+        ),
+        (
+            "--moe-adaptive-recompute-activation --num-experts 4 --moe-token-dispatcher-type alltoall_seq",
+            dict(error="MindSpeed does not take it beside --moe-token-dispatcher-type alltoall_seq"),
+        ),
     ],
     "--moe-zero-memory": [
         (f"--moe-zero-memory level0 {EXCHANGED}", dict(says="level0: experts keep their first product")),

@@ -6,15 +6,14 @@ REFUSED = {
     """,
     "remove": """
     --use-triton-swiglu-limit --enable-mla-absorb --balanced-moe-experts --enable-expert-placement --aiqos
-    --num-zero-experts=2 --dist-train --attention-mask-on-cpu --output-layer-slice-num=3
+    --dist-train --attention-mask-on-cpu --output-layer-slice-num=3
     --skip-bias-add --use-dsa-absorb --use-nanopipe-swap
     --use-fused-lightning-indexer --use-fused-lightning-indexer-kl-loss --use-fused-sparse-flash-attention
     --use-ema
     """,
     "--spec": """
-    --add-output-layer-bias --no-post-layer-norm --share-kvstates
-    --input-layernorm-in-fp32 --init-norm-weight-in-fp32 --enable-mla-scale-q-lora
-    --enable-mla-scale-kv-lora --cla-share-factor=3 --position-embedding-type=deepseek4 --kv-compress --enable-mhc
+    --no-post-layer-norm --share-kvstates
+    --input-layernorm-in-fp32 --cla-share-factor=3 --position-embedding-type=deepseek4 --kv-compress --enable-mhc
     --mtp-spec=some
     """,
     "--moe-input-jitter-eps": """
@@ -22,9 +21,6 @@ REFUSED = {
     """,
     "--swiglu": """
     --fc-type=some
-    """,
-    "--experimental-attention-variant dsa": """
-    --enable-dsa-indexer --use-sparse-flash-attn
     """,
     "--moe-expert-capacity-factor": """
     --moe-model-type=deepspeed_moe
@@ -49,7 +45,7 @@ REFUSED = {
     --use-global-aux-loss
     """,
     "Megatron has no such router": """
-    --n-hash-layers=2 --moe-router-load-balancing-type=sparsemixer_topk
+    --n-hash-layers=2
     """,
     "--moe-router-load-balancing-type seq_aux_loss": """
     --moe-router-load-balancing-type=group_limited_greedy
@@ -63,9 +59,6 @@ REFUSED = {
     "--tensor-model-parallel-size": """
     --tp-2d --use-nd-matmul
     """,
-    "divides heads": """
-    --unaligned-linear
-    """,
     "--use-distributed-optimizer": """
     --layerzero --enable-zero3 --fsdp2-config-path=some
     """,
@@ -78,12 +71,9 @@ REFUSED = {
     "--num-layers-per-virtual-pipeline-stage": """
     --schedules-method=dualpipev
     """,
-    "--pipeline-model-parallel-size": """
-    --use-multiparameter-pipeline-model-parallel
-    """,
     "memory_budget": """
     --automated-pipeline --smart-swap --swap-layer-input --mla-swap-core-attn-out --mla-zero-memory
-    --adaptive-memory-optimization --adaptive-recompute-device-size=1 --moe-adaptive-recompute-activation
+    --adaptive-memory-optimization --adaptive-recompute-device-size=1
     --moe-unperm2-mem-optim-swap --compress-activation=some --compress-dense=level0
     """,
     "mindspeed-fx plan": """
@@ -91,9 +81,6 @@ REFUSED = {
     """,
     "--optimizer-cpu-offload": """
     --virtual-optimizer=some --compress-optimizer
-    """,
-    "--disable-bias-linear": """
-    --add-dense-bias
     """,
     "--use-precision-aware-optimizer": """
     --quant-grads --quant-states=some
@@ -141,6 +128,7 @@ SETTINGS = {
     --apply-rope-no-in-complex --index-n-heads=66 --index-head-dim=130 --index-topk=2050 --index-topk-freq=3
     --index-topk-pattern=some --index-skip-topk-offset=4 --index-share-for-mtp-iteration --indexer-loss-coeff=1.5
     --indexer-qk-quant-scheme=some --no-use-sparse-c8-indexer --use-fused-lightning-indexer-loss --scale-fmt=some
+    --use-sparse-flash-attn
     --max-batch-size=6
     """,
     "--full-attention-interval": """

@@ -10,6 +10,7 @@ from mindspeed_fx.megatron import flags
 from mindspeed_fx.megatron.flags.account import account
 from tests.megatron.flags.effects import EFFECTS, EXPERTS, MODEL, PARALLEL
 from tests.megatron.flags.flag_rows import OWN, REFUSED, SETTINGS
+from tests.megatron.flags.model_effects import MODEL_EFFECTS, MORE_RUNS, SPARSE_MODEL
 from tests.megatron.flags.words import MEGATRON, parse
 
 RUNS = {
@@ -21,7 +22,9 @@ RUNS |= {
     "--profile": "--profile",
     "--disable-gloo-group": "--disable-gloo-group",
     "--full-attention-interval": "--full-attention-interval=2 --swiglu",
-    "--rope-scaling-type": "--rope-scaling-type=plm",
+    "--enable-dsa-indexer": f"--enable-dsa-indexer {SPARSE_MODEL}",
+    "--rope-scaling-type": "--rope-scaling-type=longrope",
+    "--moe-adaptive-recompute-activation": "--moe-adaptive-recompute-activation --num-experts=4",
 }
 
 
@@ -32,7 +35,8 @@ def key_of(words: str) -> str:
 
 
 def cases() -> dict[str, list[tuple[str, dict]]]:
-    runs = dict(EFFECTS)
+    runs = {**EFFECTS, **MODEL_EFFECTS}
+    runs |= {key: [*runs[key], *more] for key, more in MORE_RUNS.items()}
     for way_out, block in REFUSED.items():
         runs |= {key_of(words): [(words, dict(error=way_out))] for words in block.split()}
     for parent, block in SETTINGS.items():
@@ -122,8 +126,8 @@ def test_all_refused_flags_stand_in_one_error():
     with pytest.raises(flags.FlagError) as raised:
         flags.apply(parse(words), words)
     first, *lines = str(raised.value).splitlines()
-    assert first.startswith("3 flags of this run") and len(lines) == 3
-    assert [line.split(":")[0].strip() for line in lines] == ["--tp-2d", "--compress-optimizer", "--use-ema"]
+    assert first.startswith("3 flags of this run") and len(lines) == 4  # two of --tp-2d: it has a conflict too
+    assert [line.split(":")[0].strip() for line in lines] == ["--tp-2d", "--compress-optimizer", "--use-ema", "--tp-2d"]
     assert "--mindspeed-skip-flags compress-optimizer" in lines[1] and "skip" not in lines[2]
 
 

@@ -271,7 +271,8 @@ def logits_by_formula(model, args, ids, frequencies=None, factor=1.0):
             hidden = hidden | (ahead >= args.interleave_sliding_window)
         weight = scores.masked_fill(hidden, -math.inf).softmax(-1)
         merged = torch.einsum("bhst,bthd->bshd", weight, v).flatten(2)
-        return functional.linear(merged, weights[f"{layer}.self_attention.linear_proj.weight"])
+        projection = f"{layer}.self_attention.linear_proj"
+        return functional.linear(merged, weights[f"{projection}.weight"], weights.get(f"{projection}.bias"))
 
     def feed(x, layer):
         gate, up = functional.linear(x, weights[f"{layer}.mlp.linear_fc1.weight"]).chunk(2, -1)
@@ -290,7 +291,8 @@ def logits_by_formula(model, args, ids, frequencies=None, factor=1.0):
             x = x + addend * (args.scale_depth / math.sqrt(args.num_layers) if args.scale_depth else 1)
     x = norm(x, "decoder.final_layernorm.weight")
     x = x / (args.hidden_size / args.dim_model_base) if args.dim_model_base else x
-    logits = functional.linear(x, weights["output_layer.weight"]) * (args.output_multiplier_scale or 1)
+    logits = functional.linear(x, weights["output_layer.weight"], weights.get("output_layer.bias"))
+    logits = logits * (args.output_multiplier_scale or 1)
     cap = args.output_logit_softcapping
     return torch.tanh(logits / cap) * cap if cap else logits
 

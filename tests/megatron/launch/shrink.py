@@ -172,9 +172,11 @@ def _widths(args: Arguments, mesh: Mesh) -> None:
     small_groups = mesh.tp * mesh.cp
     while small_groups * ratio < 4:
         small_groups *= 2
+    if "--unaligned-linear" in args and (groups or heads) % mesh.tp:
+        small_groups += 1
     args.put("--num-attention-heads", small_groups * ratio)
     args.replace("--num-query-groups", small_groups)
-    args.put("--hidden-size", 64)
+    args.put("--hidden-size", 64 if 64 % (small_groups * ratio) == 0 else small_groups * ratio * 8)
     args.replace("--ffn-hidden-size", 128)
     args.replace("--kv-channels", 16)
     lengths = {"--q-lora-rank": 32, "--kv-lora-rank": 16, "--qk-head-dim": 16, "--qk-pos-emb-head-dim": 8}
@@ -186,9 +188,10 @@ def _widths(args: Arguments, mesh: Mesh) -> None:
         args.lower(flag, 16)
     for flag in ("--linear-num-key-heads", "--linear-num-value-heads"):
         args.lower(flag, 4)
+    width = args.number("--kv-channels", args.number("--hidden-size") // args.number("--num-attention-heads"))
     for flag in ("--short-factor", "--long-factor"):
         if flag in args:  # one for every second channel of a head
-            args.put(flag, ",".join(args[flag][0].split(",")[:8]))
+            args.put(flag, ",".join(args[flag][0].split(",")[: width // 2]))
     args.lower("--full-attention-interval", 2)
     args.put("--seq-length", 64)
     args.put("--max-position-embeddings", 64)

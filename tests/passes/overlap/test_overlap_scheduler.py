@@ -138,8 +138,8 @@ def test_waits_sink_to_their_users_and_memory_holds_them_back():
 @pytest.mark.slow
 def test_the_same_on_every_run_and_hash_seed():
     code = (
-        "from tests.passes.overlap.random_tasks import random_tasks; from mindspeed_fx.passes.overlap.scheduler.local_search import "
-        "schedule;"
+        "from tests.passes.overlap.random_tasks import random_tasks;"
+        "from mindspeed_fx.passes.overlap.scheduler.local_search import schedule;"
         "print([schedule(random_tasks(s, 40), work=2000).order for s in range(5)])"
     )
     outputs = {

@@ -18,7 +18,27 @@ def _fake_grouped(x, weight, *, group_list=None, split_item=0, group_type=None, 
         return [a.new_empty(*a.shape[:-1], w.shape[-1]) for a, w in zip(x, weight)]
     if group_type == 2:
         return [x[0].new_empty(group_list.shape[0], x[0].shape[0], weight[0].shape[1])]
-    return [x[0].new_empty(x[0].shape[0], weight[0].shape[-1])]
+    return [x[0].new_empty(x[0].shape[0], weight[0].shape[-1], dtype=_type_of_id(kwargs.get("output_dtype")))]
+
+
+def _type_of_id(number):
+    """A type by torch's number of it; None for none."""
+    return None if number is None else _NUMBERS[number]
+
+
+_NUMBERS = {5: torch.float16, 15: torch.bfloat16, 6: torch.float32}
+
+
+def _quantized(x, weight, ends, scale, per_token_scale, output_dtype):
+    """int8 rows times matrices of 8 bits, summed as integers, times the scales of columns and of rows."""
+    assert x.dtype == weight.dtype == torch.int8 and scale.shape == (weight.shape[0], weight.shape[2])
+    dtype = _type_of_id(output_dtype)
+    assert scale.dtype == {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32}[dtype], scale.dtype
+    out = x.new_full((x.shape[0], weight.shape[2]), float("nan"), dtype=dtype)
+    for i, j, matrix, columns in zip([0, *ends], ends, weight, scale):
+        rows = (x[i:j].int() @ matrix.int()).float() * columns.float()
+        out[i:j] = (rows if per_token_scale is None else rows * per_token_scale[i:j, None]).to(dtype)
+    return [out]
 
 
 @emulation("npu_grouped_matmul", _fake_grouped)
@@ -26,6 +46,10 @@ def npu_grouped_matmul(x, weight, *, group_list=None, split_item=0, group_type=N
     """Products of one x with one weight per group of rows (group_type 0; one tensor of them or a list), of one group of
     columns of x with the rows of weight (2), or of each pair (-1), in float32, rounded once. Rows that belong to no
     group are undefined."""
+    if args.get("scale") is not None and group_type == 0 and group_list_type == 0:
+        tokens = args.get("per_token_scale")
+        scales = args["scale"][0], None if tokens is None else tokens[0]
+        return _quantized(x[0], weight[0], group_list.tolist(), *scales, args.get("output_dtype"))
     if any(v for v in args.values() if v is not None):
         raise NotImplementedError(
             f"npu_grouped_matmul on CPU: {', '.join(k for k, v in args.items() if v is not None)} (quantization, "

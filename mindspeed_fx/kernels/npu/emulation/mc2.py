@@ -36,9 +36,11 @@ def npu_mm_reduce_scatter_base(input, x2, hcom, world_size, *, reduce_op="sum", 
 
 
 @emulation("npu_mm_all_reduce_base", lambda x1, x2, hcom, **more: x1.new_empty(*x1.shape[:-1], x2.shape[1]))
-def npu_mm_all_reduce_base(x1, x2, hcom, *, reduce_op="sum", bias=None, **more):
-    """The sum over ranks of ``x1`` times ``x2``."""
-    return c10d.wait_tensor(c10d.all_reduce(x1 @ x2, reduce_op, hcom))
+def npu_mm_all_reduce_base(x1, x2, hcom, *, reduce_op="sum", bias=None, x3=None, **more):
+    """The sum over ranks of ``x1`` times ``x2`` plus ``bias``, and ``x3`` once."""
+    out = x1 @ x2 if bias is None else x1 @ x2 + bias
+    total = c10d.wait_tensor(c10d.all_reduce(out, reduce_op, hcom))
+    return total if x3 is None else total + x3
 
 
 def _width(weight, transposed):

@@ -1,0 +1,117 @@
+"""DeepSeek-V3.2's sparse attention by MindSpeed-LLM's flags, and norms with weights in float32.
+
+``megatron.sparse_attention`` and ``megatron.wide_norms`` do what the rows here let through.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from mindspeed_fx.megatron.flags.flag import OPTION, Flag, NotDone, get, setting, switch
+
+DSA = "--enable-dsa-indexer"
+LOSS = "its loss takes the scale of the routers' losses"
+
+
+def _sparse(args: Namespace) -> str:
+    _refuse_models(args)
+    _refuse_beside(args)
+    if get(args, "index_topk_freq", 1) > 1 or get(args, "index_topk_pattern"):
+        _refuse_beside_sharing(args)
+    args.dsa_indexer_loss_coeff = get(args, "indexer_loss_coeff", 1.0)  # Megatron logs the loss then
+    tokens = get(args, "index_topk", 2048)
+    return f"every latent attention has an indexer and sees {tokens} tokens; dsa_indexer_loss_coeff is logged"
+
+
+def _refuse_models(args: Namespace) -> None:
+    if not get(args, "multi_latent_attention") or not get(args, "q_lora_rank"):
+        raise NotDone("an indexer reads the latent of queries; give --multi-latent-attention and --q-lora-rank")
+    if not get(args, "num_experts"):
+        raise NotDone(f"{LOSS}; give --num-experts, or Megatron's `--experimental-attention-variant dsa`")
+    if get(args, "kv_compress") or get(args, "indexer_qk_quant_scheme"):
+        raise NotDone("keys of an indexer are whole and in the type of the model; remove --indexer-qk-quant-scheme")
+    if get(args, "experimental_attention_variant"):
+        raise NotDone("Megatron's --experimental-attention-variant asks for other layers; remove one of the two")
+    scales = get(args, "rope_scaling_mscale", 1.0), get(args, "rope_scaling_mscale_all_dim", 0.0)
+    has_factor = get(args, "rope_scaling_type") == "yarn" and scales[0] != scales[1]
+    if has_factor and not get(args, "apply_rope_no_in_complex"):
+        raise NotDone(
+            "MindSpeed-LLM's complex rotation leaves out YaRN's factor; give --apply-rope-no-in-complex, or "
+            "--rope-scaling-mscale and --rope-scaling-mscale-all-dim of one value"
+        )
+
+
+def _refuse_beside(args: Namespace) -> None:
+    if (get(args, "context_parallel_size", 1) or 1) > 1:
+        raise NotDone("scores are of all tokens on a rank; give --context-parallel-size 1")
+    if get(args, "reset_attention_mask"):
+        raise NotDone("tokens of other documents would be seen; remove --reset-attention-mask")
+    if get(args, "attention_dropout"):
+        raise NotDone("attention has no dropout there; give --attention-dropout 0")
+    modules = get(args, "recompute_modules") or ["core_attn"]
+    if get(args, "recompute_granularity") == "selective" and "core_attn" in modules:
+        raise NotDone("core attention alone cannot be recomputed; give --recompute-granularity full, or other modules")
+
+
+def _refuse_beside_sharing(args: Namespace) -> None:
+    if get(args, "mtp_num_layers"):
+        raise NotDone("layers of multi-token prediction choose for themselves; remove --index-topk-freq or MTP")
+    if get(args, "noop_layers"):
+        raise NotDone("layers that do nothing are left out here, and would be counted; remove --noop-layers")
+
+
+def _wide_norms(args: Namespace) -> str:
+    if not (get(args, "bf16") or get(args, "fp16")):
+        return "no effect without --bf16 or --fp16"
+    if get(args, "reuse_fp32_param"):
+        raise NotDone("--reuse-fp32-param keeps weights of 16 bits alone; remove one of the two")
+    for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
+        if get(args, name):
+            raise NotDone(f"FSDP keeps weights of one type together; remove --{name.replace('_', '-')}")
+    return "weights of norms are float32, and so is what they compute"
+
+
+def _setting(name: str, default: Any = False, kind: Any = None) -> Flag:
+    return setting(name, DSA, default, kind, llm=True)
+
+
+FLAGS = [
+    switch(
+        DSA,
+        OPTION,
+        "sparse attention with an indexer",
+        "latent attention under the mask of the tokens that the indexer has chosen, and the indexer's loss; without "
+        "the Hadamard rotation, which leaves scores as they are; every tensor-parallel rank has the whole indexer; an "
+        "error without experts, with context parallelism, documents or dropout of attention",
+        act=_sparse,
+        shown_by="test_sparse_attention.py::test_a_layer_by_formula",
+        llm=True,
+    ),
+    _setting("--apply-rope-no-in-complex"),
+    _setting("--index-n-heads", 64, int),
+    _setting("--index-head-dim", 128, int),
+    _setting("--index-topk", 2048, int),
+    _setting("--index-topk-freq", 1, int),
+    _setting("--index-topk-pattern", None, str),
+    _setting("--index-skip-topk-offset", 2, int),
+    _setting("--index-share-for-mtp-iteration"),
+    _setting("--indexer-loss-coeff", 1.0, float),
+    _setting("--indexer-qk-quant-scheme", None, str),
+    _setting("--no-use-sparse-c8-indexer"),
+    _setting("--use-fused-lightning-indexer-loss"),
+    _setting("--use-sparse-flash-attn"),
+    _setting("--scale-fmt", None, str),
+    _setting("--max-batch-size", 4, int),
+    switch(
+        "--init-norm-weight-in-fp32",
+        OPTION,
+        "weights of norms in float32",
+        "weights of norms of a 16-bit model turn to float32 where Megatron has turned them to 16 bits, and norms "
+        "compute in float32",
+        act=_wide_norms,
+        shown_by="test_sparse_attention.py::test_norms_have_float32_weights",
+        llm=True,
+    ),
+]
+"""Rows of the table."""

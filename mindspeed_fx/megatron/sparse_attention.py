@@ -1,0 +1,267 @@
+"""DeepSeek-V3.2's sparse attention in Megatron's latent attention (``--enable-dsa-indexer``; DeepSeek-AI 2025, section
+2.1, as MindSpeed-LLM's dsa_indexer.py has it).
+
+An indexer scores all earlier tokens t for a token s, and attention sees the ``topk`` best of them. With x the layer's
+normed input and c the normed latent of its queries, neither of which gets a gradient from here,
+
+    q = rope(W_q c) of every head,  k = rope(LayerNorm(W_k x)),  w = W_w x / sqrt(heads width),
+    score_st = sum over heads of w_sh relu(q_sh k_t),
+
+where the first channels of q and k are rotated. It learns from a loss of its own, the mean over s of
+
+    KL(a || softmax(score)) over the chosen t,  a_t = attention to t, added up over heads, over its sum.
+
+The Hadamard rotation that MindSpeed-LLM puts before quantization is orthogonal: scores are the same without it.
+"""
+
+from __future__ import annotations
+
+import copy
+from argparse import Namespace
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mindspeed_fx.megatron import collectives, index_sharing
+from mindspeed_fx.megatron.groups import current_device, size
+
+EPSILON = 1e-8
+"""Added to both distributions of the loss."""
+NORM_EPSILON = 1e-6
+"""Of the norm of keys."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of an indexer.
+
+    Args:
+        heads: of its queries.
+        width: of a head.
+        topk: tokens that a token sees at most.
+        pairs_neighbours: whether channels 2i and 2i+1 are rotated together; else i and i + half.
+        loss_coefficient: of its loss.
+    """
+
+    heads: int
+    width: int
+    topk: int
+    pairs_neighbours: bool
+    loss_coefficient: float
+
+
+def settings_of(args: Namespace) -> Settings:
+    """Of MindSpeed-LLM's flags."""
+    return Settings(
+        args.index_n_heads,
+        args.index_head_dim,
+        args.index_topk,
+        args.apply_rope_no_in_complex,
+        args.indexer_loss_coeff,
+    )
+
+
+class Indexer(nn.Module):
+    """Scores of earlier tokens; every tensor-parallel rank has all of it, and all tokens.
+
+    Args:
+        config: an MLATransformerConfig.
+        settings: of the indexer.
+        rotation: of the latent attention, with its ``rope_type``.
+    """
+
+    def __init__(self, config: Any, settings: Settings, rotation: Any) -> None:
+        super().__init__()
+        self.settings, self.rotated, self.rope_type = settings, config.qk_pos_emb_head_dim, config.rope_type
+        if self.rotated > settings.width:
+            raise ValueError(
+                f"--index-head-dim {settings.width}: fewer channels than the {self.rotated} that are rotated "
+                "(--qk-pos-emb-head-dim)"
+            )
+        self.wq_b = _linear(config, config.q_lora_rank, settings.heads * settings.width)
+        self.wk = _linear(config, config.hidden_size, settings.width)
+        self.weights_proj = _linear(config, config.hidden_size, settings.heads)
+        placed = dict(device=torch.cuda.current_device(), dtype=config.params_dtype)
+        self.k_norm = nn.LayerNorm(settings.width, eps=NORM_EPSILON, **placed)
+        self._rotation = (rotation,)  # in a tuple, so that it is not a part of this module too
+
+    def forward(self, x: Tensor, latent: Tensor) -> Tensor:
+        """Scores [batch, seq, seq] of tokens (second) for tokens (first), in float32 or better, later ones too.
+
+        Args:
+            x: [seq, batch, hidden].
+            latent: [seq, batch, q_lora_rank].
+        """
+        heads, width = self.settings.heads, self.settings.width
+        angles, factor = self._angles(x.shape[0])
+        q = self._rotate(self.wq_b(latent).view(*latent.shape[:-1], heads, width), angles, factor)
+        k = self._rotate(self._norm(self.wk(x)).unsqueeze(2), angles, factor).squeeze(2)
+        weights = self.weights_proj(x) * (heads * width) ** -0.5
+        kind = torch.promote_types(q.dtype, torch.float32)
+        products = torch.einsum("sbhd,tbd->bhst", q.to(kind), k.to(kind)).relu()
+        return (products * weights.permute(1, 2, 0).unsqueeze(-1)).sum(1)
+
+    def _norm(self, k: Tensor) -> Tensor:
+        kind = torch.promote_types(k.dtype, torch.float32)
+        norm = self.k_norm
+        normed = functional.layer_norm(
+            k.to(kind), norm.normalized_shape, norm.weight.to(kind), norm.bias.to(kind), norm.eps
+        )
+        return normed.to(k.dtype)
+
+    def _angles(self, length: int) -> tuple[Tensor, float]:
+        """[seq, 1, 1, rotated], those of a pair at i and i + half; and the factor of cosines and sines."""
+        (rotation,) = self._rotation
+        if self.rope_type == "rope":
+            return rotation(length), 1.0
+        return rotation(length)
+
+    def _rotate(self, x: Tensor, angles: Tensor, factor: float) -> Tensor:
+        turned, kept = x.split([self.rotated, self.settings.width - self.rotated], -1)
+        if self.settings.pairs_neighbours:
+            turned = torch.cat([turned[..., 0::2], turned[..., 1::2]], -1)
+        one, other = turned.chunk(2, -1)
+        cos, sin = (angles.cos() * factor).to(x.dtype), (angles.sin() * factor).to(x.dtype)
+        return torch.cat([turned * cos + torch.cat([-other, one], -1) * sin, kept], -1)
+
+
+def _linear(config: Any, inputs: int, outputs: int) -> nn.Linear:
+    linear = nn.Linear(inputs, outputs, bias=False, device=torch.cuda.current_device(), dtype=config.params_dtype)
+    if config.perform_initialization:
+        config.init_method(linear.weight)
+    return linear
+
+
+class SparseAttention(nn.Module):
+    """Core attention that sees what the indexer has chosen.
+
+    Args:
+        config: an MLATransformerConfig.
+        indexer: None for a layer that takes the choice of an earlier one.
+        settings: of the indexer.
+        softmax_scale: of the scores of attention.
+        group: tensor-parallel ranks, which share the heads of attention.
+        place: where its loss is logged.
+    """
+
+    def __init__(
+        self, config: Any, indexer: Indexer | None, settings: Settings, softmax_scale: float, group: Any, place: int
+    ) -> None:
+        super().__init__()
+        self.config, self.settings, self.softmax_scale, self.place = config, settings, softmax_scale, place
+        self.indexer, self.tp_group = indexer, group
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        x: Tensor,
+        qr: Tensor,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """[seq, batch, heads * v_width].
+
+        Args:
+            query, key: [seq, batch, heads, width]; value: [seq, batch, heads, v_width].
+            attention_mask: an :class:`index_sharing.Shared` where layers share choices; else not read: it is causal.
+            x: the layer's normed input [seq / ranks, batch, hidden]; qr: latent of its queries.
+        """
+        shared = attention_mask if isinstance(attention_mask, index_sharing.Shared) else index_sharing.Shared(None)
+        length = query.shape[0]
+        future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+        scores = None
+        if self.indexer is not None:
+            scores = self._scores(x.detach(), qr.detach()).masked_fill(future, float("-inf"))
+            shared.indices = scores.detach().topk(min(self.settings.topk, length), -1).indices
+        if shared.indices is None:
+            raise RuntimeError("no earlier layer has chosen what this one sees")
+        seen = torch.zeros_like(future).expand(query.shape[1], -1, -1).scatter(-1, shared.indices, True) & ~future
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        out = functional.scaled_dot_product_attention(q, k, v, seen.unsqueeze(1), scale=self.softmax_scale)
+        out = out.permute(2, 0, 1, 3).flatten(2)
+        if scores is None or not (self.training and torch.is_grad_enabled()) or not self.settings.loss_coefficient:
+            return out
+        return self._attach(out, self._loss(scores, shared.indices, self._target(q.detach(), k.detach(), seen)))
+
+    def _scores(self, x: Tensor, latent: Tensor) -> Tensor:
+        assert self.indexer is not None
+        if self.config.sequence_parallel and size(self.tp_group) > 1:
+            from megatron.core.tensor_parallel import mappings
+
+            x, latent = (mappings.gather_from_sequence_parallel_region(t, group=self.tp_group) for t in (x, latent))
+        return self.indexer(x, latent)
+
+    def _target(self, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
+        """What all heads attend to, added up: [batch, seq, seq], without a gradient."""
+        kind = torch.promote_types(q.dtype, torch.float32)
+        with torch.no_grad():
+            scores = (q.to(kind) @ k.to(kind).transpose(-1, -2)) * self.softmax_scale
+            heads = scores.masked_fill(~seen.unsqueeze(1), float("-inf")).softmax(-1).sum(1)
+            return collectives.all_reduce(heads, self.tp_group) if size(self.tp_group) > 1 else heads
+
+    def _loss(self, scores: Tensor, indices: Tensor, target: Tensor) -> Tensor:
+        likely = scores.gather(-1, indices).softmax(-1) + EPSILON
+        wanted = functional.normalize(target.gather(-1, indices), p=1.0, dim=-1) + EPSILON
+        return (wanted * (wanted.log() - likely.log())).sum(-1).mean() * self.settings.loss_coefficient
+
+    def _attach(self, out: Tensor, loss: Tensor) -> Tensor:
+        """The loss gets the scale of the routers' losses, which schedules set: that of a microbatch's main loss."""
+        from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+        from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+        DSAIndexerLossLoggingHelper.tracker["values"][self.place] += loss.detach()
+        return MoEAuxLossAutoScaler.apply(out, loss)
+
+
+def add_indexers(model: Any, args: Namespace) -> None:
+    """Give every latent attention of a GPTModel, or of a stage of one, an indexer or the choice of an earlier layer.
+
+    Raises:
+        ValueError: layers that share a choice are on different stages.
+    """
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+
+    settings, layers = settings_of(args), model.config.num_layers
+    places = torch.zeros(layers + (model.config.mtp_num_layers or 0), device=current_device())
+    groups = dict(reduce_group=None, avg_group=None)
+    for name, value in {"values": places, **groups}.items():
+        DSAIndexerLossLoggingHelper.tracker.setdefault(name, value)
+    sources = index_sharing.sources(args, layers)
+    here = {layer.layer_number for layer in model.decoder.layers}
+    for layer in model.decoder.layers:
+        number = layer.layer_number
+        source = sources[number - 1]
+        if source not in here:
+            raise ValueError(
+                f"--index-topk-freq: layer {number} sees what layer {source} has chosen, which is on another stage; "
+                "place layers so that such layers are together"
+            )
+        _make_sparse(layer.self_attention, settings, number - 1, is_sharing=source != number)
+    for ahead, attention in enumerate(_attentions_ahead(model)):
+        _make_sparse(attention, settings, layers + ahead, is_sharing=False)
+    if any(source != number for number, source in enumerate(sources, 1)):
+        index_sharing.hand_on(model.decoder.layers)
+
+
+def _attentions_ahead(model: Any) -> list[Any]:
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    ahead = getattr(model, "mtp", None)
+    return [] if ahead is None else [m for m in ahead.modules() if isinstance(m, MLASelfAttention)]
+
+
+def _make_sparse(attention: Any, settings: Settings, place: int, is_sharing: bool) -> None:
+    config = copy.copy(attention.config)
+    config.experimental_attention_variant = "dsa"  # so that core attention gets the hidden states and the latent
+    attention.config = config
+    indexer = None if is_sharing else Indexer(config, settings, attention.rotary_pos_emb)
+    attention.core_attention = SparseAttention(
+        config, indexer, settings, attention.softmax_scale, attention.tp_group, place
+    )

@@ -1,0 +1,65 @@
+"""A plan that the search returns is one of which a rank can make its program."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("scipy", reason="the search needs scipy's HiGHS")
+
+import mindspeed_fx
+from mindspeed_fx.planning.search import _first_that_traces, traced_plan
+from mindspeed_fx.planning.simulate import simulate
+from mindspeed_fx.sharding.plan import Boundary, Plan, ShardingError
+from tests.sharding.llama import Llama
+from tests.sharding.mixtral import Mixtral
+from tests.sharding.test_packed import Packed, equal_to_one_device
+
+
+def searched(model, args, **settings):
+    return mindspeed_fx.plan(model, args, hardware="ascend910b2", pipeline=False, microbatches=1, **settings)
+
+
+def tokens():
+    ids = torch.randint(0, 32, (4, 8))
+    return ids, ids.roll(1, 1)
+
+
+MODELS = {
+    "llama": lambda: (Llama(3).double(), tokens()),
+    "mixtral": lambda: (Mixtral(2).double(), tokens()),
+    "packed": lambda: (Packed(), (torch.randn(4, 8, 16, dtype=torch.float64),)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_returned_plan_traces_and_runs(name):
+    torch.manual_seed(0)
+    model, args = MODELS[name]()
+    plan = searched(model, args, mesh={"dp": 2, "tp": 2})
+    assert (plan.unsupported, plan.refused) == ([], {})
+    equal_to_one_device(model, args, simulate(model, plan.sizes, plan, *args))
+
+
+def test_why_a_plan_fails_is_one_line():
+    model, args = MODELS["packed"]()
+    traced = searched(model, args, mesh={"tp": 2}, trace=False).searched.problem.traced
+    plan = Plan("mine", ("tp",), modules={"down": Boundary(input={"tp": "S(7)"})})
+    assert "placement S(7) of a tensor of 3 dimensions" in traced_plan.find_failure(traced, plan, {"tp": 2})
+    assert traced_plan.find_failure(traced, Plan("mine", ("tp",)), {"tp": 2}) is None
+
+
+def test_a_plan_that_fails_is_not_returned_and_says_why(monkeypatch):
+    model, args = MODELS["packed"]()
+    first = searched(model, args, devices=2, keep=2, trace=False)
+    names = [p.name for p in first.alternatives]
+    monkeypatch.setattr(traced_plan, "find_failure", lambda t, plan, s: "too odd" if plan.name == names[0] else None)
+    second = _first_that_traces(first.searched)
+    assert second.name == names[1]
+    assert second.refused == {names[0]: "too odd"} == second.summary()["refused"]
+    assert f"not returned: {names[0]}: too odd" in str(second)
+    assert second.explain(names[0]) == f"{names[0]} was not returned: too odd"
+    assert [p.name for p in second.alternatives] == [names[1]]
+    monkeypatch.setattr(traced_plan, "find_failure", lambda *_: "too odd")
+    with pytest.raises(ShardingError, match="no rank can make its program of the plans that fit .*too odd"):
+        _first_that_traces(first.searched)
