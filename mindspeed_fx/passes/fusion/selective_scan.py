@@ -25,15 +25,17 @@ def selective_scan(gm: fx.GraphModule, context: Context) -> PassReport:
     """A selective scan becomes one operator."""
     report, known = PassReport(NAME), {}
     places = list(calls(gm, aten.stack.default, aten.movedim.int))
-    rewrite_each(report, OPERATOR, places, lambda node: _rewrite(gm, node, known))
+    rewrite_each(report, OPERATOR, places, lambda node: _rewrite(gm, node, known, context.options.target))
     rewrite.finish(gm)
     return report
 
 
-def _rewrite(gm: fx.GraphModule, node: fx.Node, known: dict) -> Outcome:
+def _rewrite(gm: fx.GraphModule, node: fx.Node, known: dict, target: str) -> Outcome:
     rule = analysis.read(node, known)
     if rule is None:
         return None
+    if target != "cpu" and match.is_call(node, aten.movedim.int):
+        return f"on {target} each token's step would be a launch; the scan, as deep as the logarithm of their number, stays"
     rows = (rule.u, rule.dt, rule.a, rule.b, rule.c)
     if reason := match.unsafe(rule.region, [*rows, rule.d, rule.z, rule.bias, rule.state]):
         return reason

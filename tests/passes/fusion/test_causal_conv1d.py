@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.models import function_agrees
+from tests.models import explain, function_agrees
 
 NAME = "fusion.causal_conv1d"
 
@@ -78,3 +78,10 @@ def test_other_convolutions_are_no_near_miss():
     whole = torch.randn(6, 6, 4, dtype=torch.float64, requires_grad=True)
     report = function_agrees(lambda x, w, b: F.conv1d(x, w, b, padding=3)[..., :9], x, whole, bias)
     assert report.counts[NAME] == 0 and not skips(report)
+
+
+def test_stays_on_accelerators():
+    report = explain(convolved, *inputs(torch.float32), target="npu", hardware="ascend910b2")
+    assert report.counts[NAME] == 0 and not skips(report)
+    notes = [n for run in report.graphs[0].runs if run.report.name == NAME for n in run.report.notes]
+    assert notes == ["on npu the model's convolution stays"]

@@ -115,5 +115,16 @@ def test_mamba():
     model, batch = plans.build("mamba")
     args = tuple(batch.values())
     counts = fusion_counts(explain(copy.deepcopy(model), *args))
-    assert counts[NAME] == 2, counts
+    assert counts[NAME] == 2 and counts["fusion.causal_conv1d"] == 2, counts
     assert_same_training(model, *args, tolerance=1e-9)
+
+
+def test_associative_scans_stay_on_accelerators():
+    from transformers.models.mamba.modeling_mamba import mamba_selective_scan
+
+    def f(u, dt, A, B, C):
+        return mamba_selective_scan(u, dt, A, B, C, use_associative_scan=True)
+
+    report = explain(f, *inputs(4, torch.float32)[:5], target="npu", hardware="ascend910b2")
+    assert report.counts[NAME] == 0
+    assert any("on npu each token's step would be a launch" in reason for reason in skips(report)), skips(report)

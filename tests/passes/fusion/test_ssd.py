@@ -139,7 +139,7 @@ def test_mamba2():
     model, batch = plans.build("mamba2")
     args = tuple(batch.values())
     counts = fusion_counts(explain(copy.deepcopy(model), *args))
-    assert counts[NAME] == 2, counts
+    assert counts[NAME] == 2 and counts["fusion.causal_conv1d"] == 2, counts
     assert_same_training(model, *args, tolerance=1e-9)
 
 
