@@ -138,7 +138,14 @@ def _sentence(text: str) -> str:
 
 
 def _entry(name: str, one: Any) -> list[str]:
-    """A class or function: heading, signature, docstring, and public methods and properties with docstrings."""
+    """A class or function: heading, signature, docstring, and public methods and properties with docstrings; of a
+    module its public functions."""
+    if inspect.ismodule(one):
+        lines = [f"### {name.rpartition('.')[2]}", "", _markdown(inspect.getdoc(one) or ""), ""]
+        for member, value in vars(one).items():
+            if inspect.isfunction(value) and value.__module__ == one.__name__ and not member.startswith("_"):
+                lines += [f"**`{member}{_flat(value)}`**", "", _markdown(inspect.getdoc(value) or ""), ""]
+        return lines
     lines = [f"### {name.rpartition('.')[2]}", "", "```python", f"{name}{_signature(one)}", "```", ""]
     lines += [_markdown(inspect.getdoc(one) or ""), ""]
     members = vars(one).items() if inspect.isclass(one) else ()
@@ -146,7 +153,7 @@ def _entry(name: str, one: Any) -> list[str]:
         target = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
         if member.startswith("_") or not inspect.isfunction(target) or not target.__doc__:
             continue
-        shown = member if isinstance(value, property) else f"{member}{_signature(target)}"
+        shown = member if isinstance(value, property) else f"{member}{_flat(target)}"
         lines += [f"**`{shown}`**", "", _markdown(inspect.getdoc(target) or ""), ""]
     return lines
 
@@ -162,6 +169,11 @@ def _signature(one: Any) -> str:
         marks.append(text)
     flat = "(" + ", ".join(marks) + ")"
     return flat if len(flat) < 70 else "(\n    " + ",\n    ".join(marks) + ",\n)"
+
+
+def _flat(one: Any) -> str:
+    """The signature in one line."""
+    return re.sub(r"\n *", " ", _signature(one)).replace("( ", "(").replace(", )", ")")
 
 
 def _parameter(parameter: inspect.Parameter) -> str:
