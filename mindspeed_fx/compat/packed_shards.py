@@ -98,19 +98,19 @@ def _teach_checkpoints() -> None:
     write, chunks, part = DTensor.__create_write_items__, DTensor.__create_chunk_list__, DTensor.__get_tensor_shard__
 
     def chunk_list(self: DTensor) -> list[Any]:
-        found = [ChunkStorageMetadata(torch.Size(first), torch.Size(extent)) for first, _, extent in runs(self)]
-        return found or chunks(self)
+        pieces = [ChunkStorageMetadata(torch.Size(first), torch.Size(extent)) for first, _, extent in runs(self)]
+        return pieces or chunks(self)
 
     def write_items(self: DTensor, fqn: str, value: Any) -> list[Any]:
-        found = [ChunkStorageMetadata(torch.Size(first), torch.Size(extent)) for first, _, extent in runs(self)]
-        properties = TensorProperties.create_from_tensor(self.to_local()) if found else None
+        pieces = [ChunkStorageMetadata(torch.Size(first), torch.Size(extent)) for first, _, extent in runs(self)]
+        properties = TensorProperties.create_from_tensor(self.to_local()) if pieces else None
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
             )
-            for chunk in found
+            for chunk in pieces
         ] or write(self, fqn, value)
 
     def tensor_part(self: DTensor, index: Any) -> torch.Tensor:

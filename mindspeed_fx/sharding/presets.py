@@ -113,7 +113,7 @@ def tp(
     if roles is not None:  # weights that no linear layer holds have no module whose edge could be placed
         for name, at in {**roles.columns, **roles.rows}.items():
             parameters.setdefault(name, {dim: _divided(at, roles.packed.get(name, ()))})
-        for name, (at, sizes) in roles.beside.items():
+        for name, (at, sizes) in roles.companions.items():
             parameters.setdefault(name, {dim: _divided(at, sizes)})
     embeddings, heads = _vocabulary(model, {**columns, **rows}, roles)
     for name, layer in _gathered(model, {**columns, **rows, **heads}, roles).items():

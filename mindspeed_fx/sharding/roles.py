@@ -50,7 +50,7 @@ class Roles:
     """Weights that give a number for each row of an embedding, with no other linear layer behind them."""
     packed: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Column weight -> the sizes of what is packed in its results, where the model takes them apart."""
-    beside: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    companions: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     """Other parameters that divided values meet (biases, filters of channels, decays of heads) -> the dimension that
     is divided with them, and the sizes of what is packed in it."""
     whole: dict[str, str] = field(default_factory=dict)
@@ -91,7 +91,7 @@ def read_roles(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] 
     output_layers = [reader.products[n].weight for n in reader.nodes if n in reader.output_layers]
     packed = {w: sizes for w in reader.columns if len(sizes := reader.sizes_of(w)) > 1}
     whole = {w: why for w, why in whole.items() if w not in reader.rows}
-    return Roles(reader.columns, reader.rows, output_layers, packed, reader.beside, whole)
+    return Roles(reader.columns, reader.rows, output_layers, packed, reader.companions, whole)
 
 
 def _captured(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[fx.GraphModule, list[str | None]]:
@@ -150,7 +150,7 @@ class _Reader:
         self.divided: dict[fx.Node, Any] = {}
         self.columns: dict[str, int] = {}
         self.rows: dict[str, int] = {}
-        self.beside: dict[str, tuple[int, tuple[int, ...]]] = {}
+        self.companions: dict[str, tuple[int, tuple[int, ...]]] = {}
         self.lost: dict[str, str] = {}
 
     def sizes_of(self, weight: str) -> tuple[int, ...]:
@@ -193,7 +193,7 @@ class _Reader:
             joined = frozenset().union(*(s.columns for s in _flat(sources)))
             try:
                 self.divided[node] = divided_result(node, self.divided, self.whole_values, self.cuts)
-                self._read_beside(node)
+                self._read_companions(node)
             except NeedsWhole as e:
                 unknown.add(node)
                 self.lost.update(dict.fromkeys(joined, str(e)))
@@ -226,7 +226,7 @@ class _Reader:
         else:
             self.lost.update(dict.fromkeys(source.columns, f"{node.target} reads another dimension whole"))
 
-    def _read_beside(self, node: fx.Node) -> None:
+    def _read_companions(self, node: fx.Node) -> None:
         """Parameters that meet the divided dimension of ``node``'s result."""
         result = self.divided[node]
         if not isinstance(result, Divided) or result.pieces != 1:
@@ -249,7 +249,7 @@ class _Reader:
                 continue
             name, at = self._parameter_of(a, dim)
             if name and name not in self.results:
-                self.beside[name] = at, sizes
+                self.companions[name] = at, sizes
 
     def _parameter_of(self, node: fx.Node, dim: int) -> tuple[str, int]:
         """The parameter whose dimension becomes dimension ``dim`` of ``node``, and which it is; "": none is found."""

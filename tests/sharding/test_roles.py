@@ -158,7 +158,7 @@ def test_what_stands_beside_a_packed_projection_is_divided_with_it():
     assert (roles.columns, roles.rows, roles.whole) == ({"a.weight": 0}, {"b.weight": 1}, {})
     assert roles.packed == {"a.weight": (24, 24, 8)}
     filters = {"filter.weight": (0, (24, 8)), "filter.bias": (0, (24, 8))}
-    assert roles.beside == {**filters, "step": (0, (24,)), "decay": (0, (24,))}
+    assert roles.companions == {**filters, "step": (0, (24,)), "decay": (0, (24,))}
     plan = named_plan("tp", model, args=(x,))
     assert plan.parameters["a.weight"] == {"tp": "S(0:24+24+8)"}
     loss = model(x)

@@ -79,7 +79,7 @@ def run(target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return draw_in_place(target, args, kwargs)
     if not tensors or target._schema.is_mutable:  # DTensor refuses a write that would need another placement
         return target(*args, **kwargs)
-    if name in TRUSTED and not (name == "einsum" and _are_divided_by_several(tensors)):
+    if name in TRUSTED and not (name == "einsum" and _may_be_divided_twice(tensors)):
         args, kwargs = pytree.tree_map_only(DTensor, _summed_for(name, tensors), (args, kwargs))
         return target(*args, **kwargs)
     if name in READS and (terms := _terms(*tensors)):
@@ -93,10 +93,10 @@ def run(target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return run_in_parts(target, args, kwargs, result)
 
 
-def _are_divided_by_several(tensors: list[DTensor]) -> bool:
-    """Whether several mesh dimensions divide ``tensors``, or one divides a dimension in pieces."""
-    over = {i for x in tensors for i, p in enumerate(x.placements) if dtensor.is_divided(p)}
-    return len(over) > 1 or any(is_divided_twice(x.placements) for x in tensors)
+def _may_be_divided_twice(tensors: list[DTensor]) -> bool:
+    """Whether several mesh dimensions may divide ``tensors`` or their gradients, or one divides a dimension in
+    pieces."""
+    return tensors[0].device_mesh.ndim > 1 or any(is_divided_twice(x.placements) for x in tensors)
 
 
 CONVOLUTIONS = frozenset("conv1d conv2d conv3d".split())

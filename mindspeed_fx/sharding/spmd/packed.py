@@ -146,7 +146,7 @@ def _rule(target: Any) -> Callable | None:
     if target in VIEWS:
         return _view
     if isinstance(target, torch._ops.OpOverload):
-        if aten_rules.name_of(target) in ("conv1d", "conv2d", "conv3d"):
+        if aten_rules.name_of(target) in ("conv1d", "conv2d", "conv3d", "causal_conv1d"):
             return _convolution
         if aten_rules.is_pointwise(target) or is_cast(target) or target in IDENTITIES:
             return _pointwise
@@ -215,7 +215,8 @@ def _product(called: Called, node: fx.Node, target: Any, args: tuple, kwargs: di
 def _convolution(called: Called, node: fx.Node, target: Any, args: tuple, kwargs: dict) -> Any:
     """Of each channel by itself, where channels are packed."""
     x, weight = args[0], args[1]
-    if not isinstance(x, Packed) or x.dim != 1 or argument(node, "groups") != node.args[0].meta["val"].shape[1]:
+    channels = node.args[0].meta["val"].shape[1]
+    if not isinstance(x, Packed) or x.dim != 1 or argument(node, "groups", channels) != channels:
         return NotImplemented
     if _shape(weight)[0] != _shape(x)[1]:
         return NotImplemented
