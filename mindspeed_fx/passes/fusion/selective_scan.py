@@ -35,7 +35,7 @@ def _rewrite(gm: fx.GraphModule, node: fx.Node, known: dict, target: str) -> Out
     if rule is None:
         return None
     if target != "cpu" and match.is_call(node, aten.movedim.int):
-        return f"on {target} each token's step would be a launch; the scan, as deep as the logarithm of their number, stays"
+        return f"on {target} each token's step would be a launch; the scan, whose depth is a logarithm, stays"
     rows = (rule.u, rule.dt, rule.a, rule.b, rule.c)
     if reason := match.unsafe(rule.region, [*rows, rule.d, rule.z, rule.bias, rule.state]):
         return reason
