@@ -198,7 +198,7 @@ def selective_scan_backward(grad, grad_state, starts, u, dt, A, B, C, D, z, bias
     results = _fake_backward(grad, grad_state, starts, u, dt, A, B, C, D, z, bias, state, softplus)
     du, ddt, dA, dB, dC, dD, dz, dbias, dstate = results
     wide, chunks = starts.dtype, _chunks(u.shape[2])
-    total, skip, shift = (starts.new_zeros(y.shape) for y in (starts[0, 0] if chunks else A.t(), A[:, 0], A[:, 0]))
+    total, skip, shift = (starts.new_zeros(shape) for shape in (A.t().shape, A.shape[:1], A.shape[:1]))
     dnow = _first_state(starts.new_empty((u.shape[0], *A.shape)), grad_state)
     for i in reversed(range(len(chunks))):
         tokens, start = chunks[i], starts[:, i]

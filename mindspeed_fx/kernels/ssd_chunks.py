@@ -60,17 +60,22 @@ class Chunk:
         above = torch.full((t, t), float("-inf"), dtype=wide, device=x.device).triu_(1)
         self.decay = (by_head.unsqueeze(2) - by_head.unsqueeze(1)).add_(above).exp_()  # [h, t, t]
 
+    @property
+    def heads(self) -> int:
+        """Of a group."""
+        return self.x.shape[1] // self.b.shape[0]
+
     def by_group(self, x: Tensor) -> Tensor:
         """[t, h, p] as [g, t, h / g * p]"""
-        return x.flatten(1).unflatten(1, (self.b.shape[0], -1)).transpose(0, 1)
+        return x.flatten(1).unflatten(1, (self.b.shape[0], self.heads * x.shape[2])).transpose(0, 1)
 
     def by_token(self, x: Tensor) -> Tensor:
         """[g, t, h / g * p] as [t, h, p]"""
-        return x.unflatten(2, (-1, self.x.shape[2])).transpose(0, 1).flatten(1, 2)
+        return x.unflatten(2, (self.heads, self.x.shape[2])).transpose(0, 1).flatten(1, 2)
 
     def of_state(self, x: Tensor) -> Tensor:
         """[h], for the rows of a state"""
-        return x.unsqueeze(-1).expand(-1, self.x.shape[2]).reshape(self.b.shape[0], -1, 1)
+        return x.unsqueeze(-1).expand(-1, self.x.shape[2]).reshape(self.b.shape[0], self.heads * self.x.shape[2], 1)
 
     def scores(self) -> Tensor:
         """M [h, t, t]"""
@@ -104,7 +109,7 @@ class Chunk:
         kept = (after * self.steps).sum(-1)
         dsums -= kept
         dsums[-1] += (
-            kept.sum(0) + (state * dstate).unflatten(1, (-1, self.x.shape[2])).sum((2, 3)).flatten() * self.last
+            kept.sum(0) + (state * dstate).unflatten(1, (self.heads, self.x.shape[2])).sum((2, 3)).flatten() * self.last
         )
         dsteps = after.add_(torch.bmm(scores.transpose(1, 2), by_head).transpose(0, 1))
         dscores = torch.bmm(by_head, self.steps.permute(1, 2, 0))

@@ -140,11 +140,12 @@ def test_cost_is_what_is_computed(seq):
     from torch.utils.flop_counter import FlopCounterMode
 
     from mindspeed_fx.kernels import ssd as definition
+    from tests.cost.test_cost_operators import UNKNOWN_TO_TORCH
 
     args = [x if x is None else x.detach() for x in arguments(2, seq, 4, 2, 3, 5)]
     out, _, starts = ops.ssd(*args, 4)
     for f, given in ((definition.ssd, args), (definition.ssd_backward, (out, None, starts, *args))):
-        with FlopCounterMode(display=False) as inside:
+        with FlopCounterMode(display=False, custom_mapping=UNKNOWN_TO_TORCH) as inside:
             f.reference(*given, 4)
         with FlopCounterMode(display=False) as told:
             f.overload(*given, 4)

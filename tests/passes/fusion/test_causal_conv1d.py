@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mindspeed_fx.report import recorder
 from tests.models import explain, function_agrees
 
 NAME = "fusion.causal_conv1d"
@@ -85,3 +86,14 @@ def test_stays_on_accelerators():
     assert report.counts[NAME] == 0 and not skips(report)
     notes = [n for run in report.graphs[0].runs if run.report.name == NAME for n in run.report.notes]
     assert notes == ["on npu the model's convolution stays"]
+
+
+@pytest.mark.parametrize(("enable", "count"), [([], 0), ([NAME], 1)])
+def test_beside_generated_code_it_is_fused_on_request_alone(enable, count):
+    torch._dynamo.reset()
+    with recorder.modelling() as graphs:  # up to generating code
+        options = {"codegen": "inductor", "enable": enable}
+        torch.compile(convolved, backend="mindspeed", options=options)(*inputs(torch.float32)).sum().backward()
+    (report,) = [r.report for r in graphs[0].runs if r.report.name == NAME]
+    assert len(report.rewrites) == count
+    assert [s.reason.startswith("on cpu the model's convolution") for s in report.skipped] == [True] * (1 - count)
