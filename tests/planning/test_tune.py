@@ -28,7 +28,7 @@ def groups(words):
     return [text.split() for text in " ".join(words).replace(" --", "\n--").split("\n")]
 
 
-@pytest.mark.parametrize("name", [DENSE, EXPERTS])
+@pytest.mark.parametrize("name", ["seed_oss__pretrain_seed_oss_36b_ptd_2k_A3", EXPERTS])
 def test_what_is_suggested_of_a_script(name, capsys):
     script = SCRIPTS[name]
     assert cli.main(["tune", "--devices", str(script.world), "--", *script.args]) == 0
@@ -133,7 +133,7 @@ def test_a_suggestion_trains():
     """Shrunk, over gloo, with the launch scripts' runner: compiled as eager."""
     from tests.megatron.launch import table
 
-    script = SCRIPTS["qwen3__pretrain_qwen3_8b_4K_ptd"]
+    script = SCRIPTS["qwen3__pretrain_qwen3_4b_4K_ptd"]
     tuned = search.tune(script.args, script.world)
     assert tuned.is_changed
     row = table.measure(shrink.Script(script.name, script.entry, script.world, tuned.words))
