@@ -17,7 +17,7 @@ import torch
 import torch.fx as fx
 
 from mindspeed_fx.capture import CaptureError, capture, explain_unread, isolate, keeps_writes
-from mindspeed_fx.compat import bisector, distributed, fx_graph, graph_inputs, npu
+from mindspeed_fx.compat import bisector, distributed, dynamo, fx_graph, graph_inputs, npu
 from mindspeed_fx.compat import inductor as inductor_compat
 from mindspeed_fx.cost.hardware import detect
 from mindspeed_fx.cost.read import read
@@ -332,7 +332,8 @@ class Compilation:
 
     def run_eagerly(self, gm: fx.GraphModule, inputs: Sequence[Any], side: str) -> Callable:
         with self._progress():
-            self.finish_side(gm, side)
+            with dynamo.alone():
+                self.finish_side(gm, side)
         if self.late is not None and side == "backward":
             queue, weights = self.late
             return late_gradients.run_in_parts(gm, list(weights.values()), list(weights), queue)
@@ -341,7 +342,8 @@ class Compilation:
     def run_inductor(self, gm: fx.GraphModule, inputs: Sequence[Any], compile: Callable, **kwargs: Any) -> Any:
         side = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
         with self._progress(), without_collection():  # a backward is compiled when it is first called
-            self.finish_side(gm, side)
+            with dynamo.alone():
+                self.finish_side(gm, side)
             if recorder.is_modelling():
                 return inductor_compat.box_arguments(gm)
             with recorder.record_codegen(self.record):

@@ -30,6 +30,24 @@ def rebuilt_torch_compile(
     return torch._dynamo.optimize(backend=wrapped, nopython=fullgraph, dynamic=dynamic)(model)
 
 
+WAIT = 600.0
+"""Seconds after which a graph is made beside whatever compiles: a wait for one another would never end."""
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Within, no other thread makes a graph: torch holds this lock while it compiles a forward, and not while it
+    compiles a backward. Tracing replaces ``nn.Module.__call__`` meanwhile, which Dynamo reads in every thread."""
+    from torch._dynamo.convert_frame import compile_lock
+
+    held = compile_lock.acquire(timeout=WAIT)
+    try:
+        yield
+    finally:
+        if held:
+            compile_lock.release()
+
+
 @contextlib.contextmanager
 def collecting_graph_breaks() -> Iterator[list[str]]:
     """Texts of the graph breaks that Dynamo meets within, one for each, with the line of the model."""
