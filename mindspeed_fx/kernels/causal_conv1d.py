@@ -135,10 +135,17 @@ def _sharding_rule_backward(grad, x, weight, bias, silu):
     def of(placement):
         return REPLICATED if bias is None else placement
 
-    return [
+    strategies = [
         ([0, PARTIAL, of(PARTIAL)], [0, 0, REPLICATED, REPLICATED]),
         ([1, 0, of(0)], [1, 1, 0, 0]),
     ]
+    if bias is not None and not silu:  # nothing is read of the bias
+        strategies += [
+            ([REPLICATED, REPLICATED, REPLICATED], [REPLICATED, REPLICATED, REPLICATED, 0]),
+            ([0, PARTIAL, PARTIAL], [0, 0, REPLICATED, 0]),
+            ([1, 0, 0], [1, 1, 0, REPLICATED]),
+        ]
+    return strategies
 
 
 @causal_conv1d.costs
