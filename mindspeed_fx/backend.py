@@ -34,7 +34,7 @@ from mindspeed_fx.passes import overlap, registered
 from mindspeed_fx.passes.overlap.model.step_lanes import record_lanes
 from mindspeed_fx.passes.runner import Pipeline
 from mindspeed_fx.report import progress, recorder
-from mindspeed_fx.report.code import readable
+from mindspeed_fx.report.code import remembering
 from mindspeed_fx.report.records import Skip
 from mindspeed_fx.sharding import parallelized_graph as sharding
 from mindspeed_fx.training import (
@@ -106,7 +106,7 @@ class Compilation:
         self.record = recorder.begin(options.as_dict(), effective, distributed.rank())
         self.work: dict[str, flop_count.Work] = {}
         """Option "count_flops": of the joint graph, and of forward and backward."""
-        self.readable = readable if recorder.wants_text(options.as_dict()) else None
+        self.readable = remembering() if recorder.wants_text(options.as_dict()) else None
 
     def compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         try:

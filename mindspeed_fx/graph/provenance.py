@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -19,9 +20,12 @@ def origin_path(node: fx.Node) -> str:
 
 
 def _path(stack: Any) -> str:
-    if not stack:
-        return ""
-    path = list(stack.values())[-1][0]
+    return _spelled(list(stack.values())[-1][0]) if stack else ""
+
+
+@functools.lru_cache(maxsize=2**16)
+def _spelled(path: str) -> str:
+    """Dynamo's name of a module as ``named_modules`` has it."""
     path = re.sub(r"^L\['\w+'\]\.?", "", path)
     path = re.sub(r"\._modules\['([^']+)'\]|\['([^']+)'\]", lambda m: "." + (m.group(1) or m.group(2)), path)
     return re.sub(r"^(self\.)?_modules\.|\.?_modules\.", ".", path).strip(".")

@@ -99,7 +99,7 @@ class Pipeline:
             count,
             after,
             before_text,
-            readable(gm) if readable and (report.rewrites or after != count) else before_text,
+            readable(gm) if readable else None,
             exact=p.exact,
         )
         if before is not None:

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from mindspeed_fx import arguments
 from mindspeed_fx.report import recorder, summary, terminal
+from mindspeed_fx.report.gains import Gain, gains
 from mindspeed_fx.report.measured import Measured
 from mindspeed_fx.report.modelled import Modelled
 from mindspeed_fx.report.records import GraphRecord, Site, Skip
@@ -76,6 +77,12 @@ class Report:
         fastest first; [] for a graph that was not planned for a memory budget."""
         return [[point for run in g.runs for point in run.report.pareto] for g in self.graphs]
 
+    @property
+    def gains(self) -> list[Gain]:
+        """What was left and what a change there would gain, modelled, the largest first; of a fusion a bound, see
+        :mod:`mindspeed_fx.report.gains`."""
+        return gains(self.graphs)
+
     def save(self, directory: str) -> pathlib.Path:
         """Write the same files as ``options["dump"]``, in place of an earlier dump's; returns the directory."""
         from mindspeed_fx.report import dump
@@ -98,6 +105,7 @@ class Report:
             "graph_count": self.graph_count,
             "break_reasons": self.break_reasons,
             "counts": self.counts,
+            "gains": [dataclasses.asdict(gain) for gain in self.gains],
             "measured": None if self.measured is None else dataclasses.asdict(self.measured),
             "graphs": [metadata(g) for g in self.graphs],
         }

@@ -12,11 +12,15 @@ from importlib import resources
 from typing import Any, Iterable, Mapping, Sequence
 
 from mindspeed_fx.report import measured, modelled
-from mindspeed_fx.report.answers.base import Answer, Facts, mib
+from mindspeed_fx.report.answers.base import Answer, Facts, mib, ms
 from mindspeed_fx.report.diffs import is_changed, lowered_counts
+from mindspeed_fx.report.gains import gains
 from mindspeed_fx.report.measured import FAMILY_HEAD, KERNEL_HEAD, Measured
 from mindspeed_fx.report.page_data import packed, page_data
 from mindspeed_fx.report.records import GraphRecord
+
+GAINS = 5
+"""Changes that the top of a page lists."""
 
 
 def graph_page(record: GraphRecord, values: Mapping[str, Any]) -> str:
@@ -34,6 +38,7 @@ def graph_page(record: GraphRecord, values: Mapping[str, Any]) -> str:
         title=f"mindspeed_fx: graph {record.index}",
         record=record,
         answer=_answer(cost),
+        gains=[(f"{'at most ' * g.is_bound}{ms(g.seconds)}", g.what, g.reason) for g in gains([record])[:GAINS]],
         facts_of=[
             ("rewrites", sum(record.counts.values())),
             ("near misses", skipped),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import torch.fx as fx
@@ -13,7 +14,13 @@ def source_line(node: fx.Node) -> str:
     """``file:line: code`` of the innermost line outside torch itself; "" when unknown. Paths keep their last three
     parts.
     """
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    return _innermost(node.meta.get("stack_trace") or "")
+
+
+@functools.lru_cache(maxsize=2**16)
+def _innermost(trace: str) -> str:
+    """Many nodes come from one line, and a graph is written again and again."""
+    frames = _FRAME.findall(trace)
     own = [f for f in frames if "/torch/" not in f[0]] or frames
     if not own:
         return ""

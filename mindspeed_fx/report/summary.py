@@ -12,7 +12,6 @@ from mindspeed_fx.report import measured
 from mindspeed_fx.report.answers.base import mib, ms
 from mindspeed_fx.report.facts import step_totals
 from mindspeed_fx.report.families import KINDS
-from mindspeed_fx.report.modelled import estimates
 
 WIDTH = 100
 FEW = 5
@@ -49,7 +48,6 @@ def head(report: Any, names: Sequence[str]) -> str:
     rewrites = sum(report.counts.values())
     left = sum(len(report.skipped(n)) for n in names)
     lines += [f"{rewrites} rewrites, {left} near misses"] if names else []
-    lines += _wrapped("most time where something was left: ", [most] if (most := _most_left(report, names)) else [])
     rows = report.cost.rows() if report.graphs else []
     before, after = (_sums([r for r in rows if r["stage"] == stage]) for stage in ("captured", "forward"))
     if before["seconds"] and after["seconds"]:
@@ -59,6 +57,7 @@ def head(report: Any, names: Sequence[str]) -> str:
             f"{before['bytes'] / 1e6:,.1f} -> {after['bytes'] / 1e6:,.1f} MB read and written"
         )
     lines += _wrapped("", [step]) if (step := _step(report)) else []
+    lines += _wrapped("most to gain, modelled: ", [most] if (most := _most_to_gain(report)) else [])
     return "\n".join([*lines, ""])
 
 
@@ -79,30 +78,15 @@ def _step(report: Any) -> str:
     return words
 
 
-def _most_left(report: Any, names: Sequence[str]) -> str:
-    """Of the reasons why fusions left something, the one whose modules take most of the modelled step: what a change
-    there can gain at most. "" where nothing is left or modelled."""
-    seconds: Counter[str] = Counter()
-    for graph in report.graphs:
-        for stage, estimate in estimates(graph).items():
-            for kernel in estimate.nodes if stage != "captured" else ():
-                seconds[kernel.module] += kernel.seconds
-    modules: dict[tuple[str, str], set[str]] = {}
-    for name in (n for n in names if n.startswith("fusion.")):
-        for skip in (s for s in report.skipped(name) if s.module):
-            modules.setdefault((name, skip.reason), set()).add(skip.module)
-    shares = {key: _share(seconds, places) for key, places in modules.items()}
-    if not shares or not max(shares.values()):
+def _most_to_gain(report: Any) -> str:
+    """The one change that would help most; "" where nothing would, or nothing is modelled."""
+    rows = report.gains
+    if not rows:
         return ""
-    (name, reason), share = max(shares.items(), key=lambda item: item[1])
-    places = len(modules[name, reason])
-    return f"{name} in {places} module{'s' * (places != 1)} of {share:.0%} of the modelled step: {reason}"
-
-
-def _share(seconds: Mapping[str, float], modules: Iterable[str]) -> float:
-    """Of the time, what is spent in ``modules`` and in those below them."""
-    inside = [k for k in seconds if any(k == m or k.startswith(f"{m}.") for m in modules)]
-    return sum(seconds[k] for k in inside) / (sum(seconds.values()) or 1.0)
+    best, step = rows[0], step_totals(report.graphs)["seconds"]
+    share = f" ({best.seconds / step:.0%})" if step else ""
+    bound = "at most " if best.is_bound else ""
+    return f"{bound}{ms(best.seconds)}{share}, {best.what}: {best.reason}"
 
 
 def _kind(report: Any, kind: str, passes: Iterable[str]) -> str:
