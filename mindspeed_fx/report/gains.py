@@ -8,7 +8,8 @@ left, the largest first.
   that module.
 - Another level, or a family of rewrites off: the difference of the two steps, where explain's ``what_if`` modelled both.
 
-Of what other passes left (lowering, recomputation, sharding) no gain is modelled, and it has no row.
+Of what other passes left (lowering, recomputation, sharding) no gain is modelled, and it has no row; nor have fusions
+that buy memory with time.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from mindspeed_fx.report.records import GraphRecord, PassRun
 
 PRODUCTS_OF_VALUES = ("bmm", "baddbmm")
 """Matrix products of two computed values, such as queries and keys; those of weights are ``mm`` and ``addmm``."""
-WITH_WEIGHTS = (*FAMILIES["experts"], "fusion.linear_cross_entropy", "fusion.merged_linear")
+WITH_WEIGHTS = (*FAMILIES["experts"], "fusion.merged_linear")
 """Fusions that take in products with weights."""
+FOR_MEMORY = ("fusion.linear_cross_entropy", "fusion.linear_cross_entropy_backward")
+"""Fusions that buy memory with time."""
 ELEMENTWISE = (*FAMILIES["rotations"], *FAMILIES["gates"], *FAMILIES["activations"], *FAMILIES["dropout"])
 """Fusions that take in nothing that sums."""
 VECTOR = {"pointwise", "copy", "creation"}
@@ -70,9 +73,10 @@ def _left(runs: Iterable[PassRun]) -> dict[tuple[str, str], set[str]]:
     """(pass, reason) -> modules in which it left something."""
     modules: dict[tuple[str, str], set[str]] = {}
     for run in runs:
-        if run.report.name.startswith(("fusion.", "canonicalize.", "overlap.")):
+        name = run.report.name
+        if name.startswith(("fusion.", "canonicalize.", "overlap.")) and name not in FOR_MEMORY:
             for skip in run.report.skipped:
-                modules.setdefault((run.report.name, skip.reason), set()).add(skip.module)
+                modules.setdefault((name, skip.reason), set()).add(skip.module)
     return modules
 
 
@@ -174,7 +178,9 @@ class _Step:
         readers = self.readers.get(key, [])
         return any(k not in inside for k in readers) or (key in self.returned and not readers)
 
-    def _as_one(self, stage: str, part: list[_Kernel], entering: Mapping[Any, int], written: Mapping[Any, int]) -> float:
+    def _as_one(
+        self, stage: str, part: list[_Kernel], entering: Mapping[Any, int], written: Mapping[Any, int]
+    ) -> float:
         """Modelled seconds of one kernel with the arithmetic of all."""
         estimate = self.estimates[stage]
         rates, value = estimate.hardware, estimate.value

@@ -17,7 +17,6 @@ from torch import nn
 import mindspeed_fx
 from mindspeed_fx import cli
 from mindspeed_fx.report import terminal
-from mindspeed_fx.report.modelled import estimates
 from tests.models import LLAMA_COUNTS, Llama, explain, fusion_counts, tokens
 
 
@@ -267,43 +266,6 @@ def test_colours_repeat_the_words_and_are_for_terminals_alone(report, monkeypatc
     assert re.sub(r"\x1b\[[\d;]*m", "", coloured.getvalue()).rstrip() == str(report).rstrip()
     monkeypatch.setenv("NO_COLOR", "1")
     assert not terminal.is_coloured(coloured)
-
-
-class ScoresReturned(nn.Module):
-    """A model whose attention cannot be fused, because its weights are returned."""
-
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.qkv = nn.Linear(32, 96)
-
-        def forward(self, x):
-            q, k, v = (y.view(2, 16, 4, 8).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
-            weights = (q @ k.transpose(-1, -2) / 8**0.5).softmax(-1)
-            return (weights @ v).transpose(1, 2).flatten(2), weights
-
-    def __init__(self):
-        super().__init__()
-        self.attention, self.out = self.Attention(), nn.Linear(32, 32)
-
-    def forward(self, x):
-        y, weights = self.attention(x)
-        return self.out(y).sum(), weights
-
-
-def test_the_text_says_where_most_time_is_left():
-    """What was left is weighed by the time of its modules, gradients included."""
-    torch._dynamo.reset()
-    report = explain(ScoresReturned(), torch.randn(2, 16, 32), hardware="cpu")
-    words = " ".join(str(report).split())
-    share = re.search(
-        r"most time where something was left: fusion.attention in 1 module of (\d+)% of the modelled", words
-    )
-    assert share and "the attention weights leave the graph" in words[share.end() : share.end() + 90]
-    rows = [k for e in estimates(report.graphs[0]).items() if e[0] != "captured" for k in e[1].nodes]
-    inside = sum(k.seconds for k in rows if k.module.startswith("attention"))
-    assert int(share[1]) == pytest.approx(100 * inside / sum(k.seconds for k in rows), abs=0.51)
-    assert 50 < int(share[1]) < 100
 
 
 def test_logs_tell_of_sites_and_near_misses(monkeypatch):
