@@ -220,7 +220,7 @@ def from_flags(flags: Sequence[str]) -> Architecture:
     missing = [f for f in ("--num-layers", "--hidden-size", "--num-attention-heads") if f not in texts]
     if missing:
         raise OptionError(f"the launch has no {', '.join(missing)}: the model cannot be told from it")
-    sizes["gated"] = "--swiglu" in texts
+    sizes["gated"] = "--swiglu" in texts or "--geglu" in texts
     sizes.setdefault("ffn", 4 * sizes["hidden"])
     sizes.setdefault("kv_heads", sizes["heads"])
     vocab = texts.get("--padded-vocab-size") or texts.get("--vocab-size") or "32000"

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 from mindspeed_fx.planning.predict.architecture import Architecture
 from mindspeed_fx.planning.predict.settings import Settings
-from mindspeed_fx.planning.predict.step_work import lora_parameters, stage_layers
-from mindspeed_fx.planning.predict.timing import recomputed_share
+from mindspeed_fx.planning.predict.stages import Chunk, layout, most_alive
+from mindspeed_fx.planning.predict.step_work import lora_parameters
 
 ROUNDING = 2**20 * 2
 """Bytes: what the caching allocator rounds large blocks to (torch's and torch_npu's)."""
@@ -62,6 +62,7 @@ class MemoryModel:
 
     def __init__(self, model: Architecture, run: Settings, target: str = "npu"):
         self.model, self.run, self.target = model, run, target
+        self.stages = layout(model, run)
         self.tokens = run.microbatch * run.sequence / run.cp
         self.own = self.tokens / (run.tp if run.sequence_parallel else 1)
         self.size = run.itemsize
@@ -72,7 +73,7 @@ class MemoryModel:
         """Bytes kept outside and inside of the attention operator."""
         model, run, n, b = self.model, self.run, self.tokens, self.size
         heads, groups = model.heads / run.tp, max(1.0, model.groups / run.tp)
-        norm = 2 * self.own * model.hidden * b
+        norm = (1 if run.recompute_norms else 2) * self.own * model.hidden * b
         if model.kv_lora:
             norm += self.own * (2 * model.q_lora + 2 * model.kv_lora + model.rope_dim) * b
             groups = heads
@@ -91,6 +92,19 @@ class MemoryModel:
         out = 0 if self.run.recompute_activation else 1
         return rows * width * (gate + unfused + out) * self.size
 
+    def _experts_kept(self, rows: float) -> float:
+        """Tokens permuted, exchanged and sorted by expert, what the experts keep, and what they return; of zero memory
+        what the exchange returned and the first product (level 0), or nothing but what is returned (level 1)."""
+        model, run, b = self.model, self.run, self.size
+        gate = 2 if model.gated else 1
+        width = model.expert_ffn / run.expert_tp
+        own = rows * model.hidden * b / run.expert_tp
+        if run.expert_memory == "level1":
+            return own
+        if run.expert_memory == "level0":
+            return own + rows * (model.hidden + gate * width) * b
+        return 2 * own + rows * model.hidden * b + self._feed_forward_kept(rows, width)
+
     def layer(self, moe: bool) -> _Layer:
         model, run, b = self.model, self.run, self.size
         residual = self.own * model.hidden * b
@@ -101,11 +115,11 @@ class MemoryModel:
         gate = 3 if model.gated else 2
         widest = self.tokens * max(model.ffn / run.tp * gate, 3 * model.hidden) * b
         if not moe:
-            kept += 2 * residual + self._feed_forward_kept(self.tokens, model.ffn / run.tp)
+            kept += (1 if run.recompute_norms else 2) * residual
+            kept += self._feed_forward_kept(self.tokens, model.ffn / run.tp)
         else:
             rows = self.own * model.top_k * run.expert_tp
-            kept += 2 * residual + 2 * rows * model.hidden * b / run.expert_tp + rows * model.hidden * b
-            kept += self._feed_forward_kept(rows, model.expert_ffn / run.expert_tp)
+            kept += (1 if run.recompute_norms else 2) * residual + self._experts_kept(rows)
             kept += self._feed_forward_kept(self.tokens, model.shared_ffn / run.tp) if model.shared_ffn else 0.0
             if run.dispatcher == "allgather":
                 kept += self.own * run.ep * model.hidden * b
@@ -113,34 +127,35 @@ class MemoryModel:
         gathered = self.tokens * model.hidden * b if run.tp > 1 and run.sequence_parallel else 0.0
         return _Layer(kept, residual, widest + 2 * gathered)
 
-    def in_flight(self, stage: int) -> float:
-        """Microbatches of whole stages that wait for their backward."""
-        run = self.run
-        m = run.microbatches
-        if run.vpp == 1:
-            return min(run.pp - stage, m)
-        chunks = 2 * (run.pp - stage - 1) + (run.vpp - 1) * run.pp + 1
-        return min(chunks, m * run.vpp) / run.vpp
+    def chunk_kept(self, chunk: Chunk) -> float:
+        """Bytes that one microbatch keeps in a chunk: of recomputed layers, the first ones, their input."""
+        dense_again = min(chunk.again, chunk.dense)
+        kept = 0.0
+        for count, again, is_moe in (
+            (chunk.dense, dense_again, False),
+            (chunk.moe, chunk.again - dense_again, True),
+        ):
+            if count:
+                layer = self.layer(is_moe)
+                kept += (count - again) * layer.kept + again * layer.input
+        return kept
 
-    def stage_activations(self, stage: int) -> tuple[float, float]:
+    def stage_activations(self, rank: int) -> tuple[float, float]:
         """Bytes kept on a stage by the microbatches in flight, and of buffers."""
-        model, run = self.model, self.run
-        layers = stage_layers(model, run)
-        moe = model.moe_layers / model.layers
-        again = recomputed_share(model, run)
-        kept = working = 0.0
-        for share, is_moe in ((1 - moe, False), (moe, True)):
-            if not share:
-                continue
-            layer = self.layer(is_moe)
-            kept += share * layers * ((1 - again) * layer.kept + again * layer.input)
-            working = max(working, layer.working + (layer.kept if again else 0.0))
-        kept *= self.in_flight(stage)
-        if stage == run.pp - 1:
+        model, run, stage = self.model, self.run, self.stages[rank]
+        weights = [self.chunk_kept(c) for c in stage.chunks]
+        weights[-1] += stage.mtp * self.layer(bool(model.experts)).kept
+        kept = most_alive(run, rank, weights)
+        working = 0.0
+        for is_moe in (False, True):
+            if any(c.moe if is_moe else c.dense for c in stage.chunks):
+                layer = self.layer(is_moe)
+                working = max(working, layer.working + (layer.kept if any(c.again for c in stage.chunks) else 0.0))
+        if rank == run.pp - 1:
             each = LOGIT_BYTES.get(run.framework, LOGIT_BYTES["megatron"]) * self.size / 2
             logits = self.tokens * model.vocab / run.tp / run.loss_chunks * each
-            head = kept + logits + 3 * self.tokens * model.hidden * self.size
-            return kept, max(working, head - kept)
+            head = (logits + 3 * self.tokens * model.hidden * self.size) * (1 + stage.mtp)
+            return kept, max(working, head)
         return kept, working
 
     # ---------------------------------------------------------------- parameters
@@ -148,15 +163,22 @@ class MemoryModel:
     def stage_parameters(self, stage: int) -> tuple[float, float, float]:
         """Parameters on a rank outside of experts, in experts, and of the largest tensor."""
         model, run = self.model, self.run
-        layers = stage_layers(model, run)
-        dense = min(layers, max(0, model.dense_layers - stage * layers)) if model.experts else layers
-        moe = layers - dense
+        own_layers = self.stages[stage]
+        dense, moe, mtp = own_layers.dense, own_layers.moe, own_layers.mtp
+        if model.experts:
+            moe += mtp
+        else:
+            dense += mtp
+        layers = dense + moe
         own = layers * model.attention_parameters + dense * model.dense_parameters + moe * model.shared_parameters
+        own += mtp * 2 * model.hidden**2  # the projection of a token and its hidden state
         own += 2 * layers * model.hidden
         table = model.embedding_parameters
         if stage == 0:
             own += table + model.max_positions * model.hidden
         if stage == run.pp - 1 and (run.pp > 1 or not model.tied):
+            own += table
+        if mtp and run.pp > 1:  # further tokens are embedded where they are predicted
             own += table
         experts = moe * model.experts * model.expert_parameters / (run.ep * run.expert_tp)
         gate = 2 if model.gated else 1
@@ -189,7 +211,7 @@ class MemoryModel:
             each = 4 if run.float32_gradients or self.size == 4 else 2
             gradients += trained * each / (shards if run.zero >= 2 else 1)
             masters += trained * (4 if self.size == 2 else 0) / shards
-            moments += trained * STATES[run.optimizer] / shards
+            moments += trained * STATES[run.optimizer] * (1 if run.float32_moments else 0.5) / shards
         if run.reuse_float32:
             weights = max(0.0, weights - masters / 2)
         if run.offload == "optimizer":

@@ -24,6 +24,7 @@ CHOICES: dict[str, tuple] = {
     "offload": ("none", "attention", "activations", "optimizer"),
     "attention_kernel": ("current", "early"),
     "optimizer": ("adam", "momentum", "sgd"),
+    "expert_memory": ("none", "level0", "level1"),
 }
 
 
@@ -55,8 +56,17 @@ class Settings:
     recompute: str = "none"
     recompute_layers: int = 0
     """With "full": layers of each virtual stage that are recomputed; 0: all of them."""
+    recompute_per_rank: bool = False
+    """``recompute_layers`` counts those of a rank, not of each of its virtual stages."""
     recompute_activation: bool = False
     """What the activation function made is recomputed."""
+    recompute_norms: bool = False
+    """What norms made is recomputed."""
+    expert_memory: str = "none"
+    """MindSpeed's zero memory of experts. "level0": permuted tokens and activations are made again, "level1": exchanged
+    tokens too."""
+    empty_layers: tuple[int, ...] = ()
+    """Places of the pipeline's layout, from 0, that have no layer (Megatron's and MindSpeed's no-op layers)."""
     offload: str = "none"
     overlap_gradients: bool = False
     overlap_parameters: bool = False
@@ -66,6 +76,8 @@ class Settings:
     """How many pieces: of n, one waits for the other side (CoC's --coc-parallel-num); 0: so many that none counts."""
     precision: str = "bfloat16"
     float32_gradients: bool = True
+    float32_moments: bool = True
+    """The optimizer keeps its moments in float32, not in 16 bits."""
     reuse_float32: bool = False
     """The 16-bit parameters lie in the memory of their float32 copies (MindSpeed's reuse-fp32-param)."""
     fused: tuple[str, ...] = FUSED
@@ -83,6 +95,11 @@ class Settings:
         if isinstance(self.fused, str) or not all(name in FUSED for name in self.fused):
             close = nearest(str(next((n for n in self.fused if n not in FUSED), "")), FUSED)
             arguments.refuse("settings", "fused", self.fused, f"a tuple is expected, of {', '.join(FUSED)}{close}")
+        if isinstance(self.empty_layers, str) or not all(
+            isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in self.empty_layers
+        ):
+            expected = "a tuple of whole numbers from 0 on is expected"
+            arguments.refuse("settings", "empty_layers", self.empty_layers, expected)
         if self.devices % (self.tp * self.pp * self.cp):
             raise OptionError(
                 f"settings: tp={self.tp} x pp={self.pp} x cp={self.cp} does not divide {self.devices} devices"
