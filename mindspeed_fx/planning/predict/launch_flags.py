@@ -82,8 +82,7 @@ def settings_from_flags(flags: Sequence[str], devices: int) -> Settings:
     values["zero"] = 3 if sharded else 1 if "--use-distributed-optimizer" in texts else 0
     values["sequence_parallel"] = "--sequence-parallel" in texts or values.get("tp", 1) == 1
     values["precision"] = "float16" if "--fp16" in texts else "bfloat16" if "--bf16" in texts else "float32"
-    values["float32_gradients"] = not {"--fp16", "--o2-gradient", "--grad-reduce-in-bf16"} & texts.keys()
-    values["float32_moments"] = "--o2-optimizer" not in texts
+    values["float32_gradients"] = not {"--fp16", "--grad-reduce-in-bf16"} & texts.keys()
     fused = [name for flag, name in FUSED_FLAGS.items() if flag in texts]
     if "--gemm-gradient-accumulation-fusion" in texts:
         fused.append("matmul_add")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from mindspeed_fx.planning.predict.architecture import Architecture
 from mindspeed_fx.planning.predict.settings import Settings
-from mindspeed_fx.planning.predict.stages import Chunk, layout, most_alive
+from mindspeed_fx.planning.predict.stages import Chunk, is_all_warmup, layout, most_alive
 from mindspeed_fx.planning.predict.step_work import lora_parameters
 
 ROUNDING = 2**20 * 2
@@ -32,6 +32,13 @@ MASK_BYTES = (6, 2)
 context parallelism has one on every rank. From three of its tests at 32 and 64 thousand tokens, within 3 %."""
 WORKSPACE = 50 * 2**20
 """Bytes of workspaces of libraries and small tensors; from the vendor's tests, 30 to 70 MiB."""
+GATHERED_INPUTS = 1
+"""Whole inputs of a layer's column-parallel linears that fused products and collectives (MC2) keep beside the divided
+ones. From two of MindSpeed-LLM's tests at tp 8, within 3 %."""
+SCATTERED = (12, 8)
+"""Bytes of each element of a rank's rows and of the gathered tokens while the all-gather dispatcher adds the rows up:
+an int64 index and a float32 copy of each row's element, a float32 and two 16-bit copies of each gathered one. Counted
+from the operators it calls; of two tests within 10 %."""
 STATES = {"adam": 8, "momentum": 4, "sgd": 0}
 
 
@@ -77,6 +84,9 @@ class MemoryModel:
         if model.kv_lora:
             norm += self.own * (2 * model.q_lora + 2 * model.kv_lora + model.rope_dim) * b
             groups = heads
+            # The vendor's kernel takes values as wide as keys: padded ones are kept, and its output beside what is cut.
+            padding = n * heads * (model.qk_dim - model.value_dim) * b
+            norm += (2 * padding + n * heads * model.value_dim * b) if self.target == "npu" else 0.0
         qkv = n * (heads * model.qk_dim + groups * (model.qk_dim + model.value_dim)) * b
         rotated = 0.0 if "rope" in run.fused else n * (heads + groups) * model.dim * b
         out = n * heads * model.value_dim * b
@@ -92,25 +102,27 @@ class MemoryModel:
         out = 0 if self.run.recompute_activation else 1
         return rows * width * (gate + unfused + out) * self.size
 
-    def _experts_kept(self, rows: float) -> float:
+    def _experts_kept(self, rows: float, level: str = "") -> float:
         """Tokens permuted, exchanged and sorted by expert, what the experts keep, and what they return; of zero memory
         what the exchange returned and the first product (level 0), or nothing but what is returned (level 1)."""
         model, run, b = self.model, self.run, self.size
         gate = 2 if model.gated else 1
         width = model.expert_ffn / run.expert_tp
         own = rows * model.hidden * b / run.expert_tp
-        if run.expert_memory == "level1":
+        level = level or run.expert_memory
+        if level == "level1":
             return own
-        if run.expert_memory == "level0":
+        if level == "level0":
             return own + rows * (model.hidden + gate * width) * b
         return 2 * own + rows * model.hidden * b + self._feed_forward_kept(rows, width)
 
     def layer(self, moe: bool) -> _Layer:
         model, run, b = self.model, self.run, self.size
         residual = self.own * model.hidden * b
-        outside, inside = self._attention_kept()
-        unfused_norm = 0.0 if "rms_norm" in run.fused or model.norm != "rms" else 2 * 4 * self.own * model.hidden
-        kept = outside + unfused_norm
+        kept, inside = self._attention_kept()
+        if run.overlap_tp and not run.tp_chunks and run.sequence_parallel and self.target == "npu":
+            kept += (self.tokens - self.own) * model.hidden * b * GATHERED_INPUTS
+        kept += 0.0 if "rms_norm" in run.fused or model.norm != "rms" else 2 * 4 * self.own * model.hidden
         kept += 0.0 if run.offload == "attention" else inside
         gate = 3 if model.gated else 2
         widest = self.tokens * max(model.ffn / run.tp * gate, 3 * model.hidden) * b
@@ -124,6 +136,10 @@ class MemoryModel:
             if run.dispatcher == "allgather":
                 kept += self.own * run.ep * model.hidden * b
             widest = rows * max(model.expert_ffn / run.expert_tp * gate, 2 * model.hidden) * b
+            if run.dispatcher == "allgather":
+                widest = max(widest, rows * model.hidden * SCATTERED[0] + self.own * run.ep * model.hidden * SCATTERED[1])
+            if run.expert_memory != "none":  # what the backward makes again
+                widest += self._experts_kept(rows, "none") - self._experts_kept(rows)
         gathered = self.tokens * model.hidden * b if run.tp > 1 and run.sequence_parallel else 0.0
         return _Layer(kept, residual, widest + 2 * gathered)
 
@@ -155,7 +171,7 @@ class MemoryModel:
             each = LOGIT_BYTES.get(run.framework, LOGIT_BYTES["megatron"]) * self.size / 2
             logits = self.tokens * model.vocab / run.tp / run.loss_chunks * each
             head = (logits + 3 * self.tokens * model.hidden * self.size) * (1 + stage.mtp)
-            return kept, max(working, head)
+            return kept, max(working, head * (run.microbatches if is_all_warmup(run) else 1))
         return kept, working
 
     # ---------------------------------------------------------------- parameters
@@ -202,6 +218,7 @@ class MemoryModel:
         own, experts, largest = self.stage_parameters(stage)
         expert_ranks = max(1, run.copies * run.tp // (run.ep * run.expert_tp))
         weights = gradients = masters = moments = 0.0
+        updated: list[float] = []
         for count, ranks in ((own, run.copies), (experts, expert_ranks)):
             shards = min(run.shards or ranks, ranks) if run.zero else 1
             trained = count
@@ -210,8 +227,9 @@ class MemoryModel:
             weights += count * self.size / (shards if run.zero == 3 else 1)
             each = 4 if run.float32_gradients or self.size == 4 else 2
             gradients += trained * each / (shards if run.zero >= 2 else 1)
+            updated.append(trained / shards)
             masters += trained * (4 if self.size == 2 else 0) / shards
-            moments += trained * STATES[run.optimizer] * (1 if run.float32_moments else 0.5) / shards
+            moments += trained * STATES[run.optimizer] / shards
         if run.reuse_float32:
             weights = max(0.0, weights - masters / 2)
         if run.offload == "optimizer":
@@ -220,7 +238,7 @@ class MemoryModel:
         if run.zero == 3:
             working += 2 * (own + experts) * self.size / max(1, self.model.layers)
         static = weights + gradients + masters
-        update = static + moments + 4 * largest * (2 if not run.zero else 1 if run.copies == 1 else 0)
+        update = static + moments + self._update_buffer((updated[0], updated[1]), largest)
         making, mask = (n * float(run.sequence) ** 2 * (run.cp_kind == "hybrid" and run.cp > 1) for n in MASK_BYTES)
         working += mask
         peak = max(static + moments + max(kept + working, making), update) + WORKSPACE
@@ -233,6 +251,17 @@ class MemoryModel:
             "buffers": peak - weights - gradients - masters - moments - kept,
         }
         return Memory(_rounded(peak), _rounded(first), parts)
+
+    def _update_buffer(self, shares: tuple[float, float], largest: float) -> float:
+        """Bytes that the optimizer's step has beside its states: a float32 copy of the largest gradient, or of the part
+        of it in a rank's share; float16 gradients become float32 ones all at once.
+
+        Args:
+            shares: parameters outside of experts and in experts that a rank updates.
+        """
+        if self.run.precision == "float16" and not self.run.float32_gradients:
+            return 4 * sum(shares)
+        return 4 * min(largest, max(shares))
 
 
 def _rounded(nbytes: float) -> float:

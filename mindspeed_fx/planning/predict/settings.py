@@ -76,8 +76,6 @@ class Settings:
     """How many pieces: of n, one waits for the other side (CoC's --coc-parallel-num); 0: so many that none counts."""
     precision: str = "bfloat16"
     float32_gradients: bool = True
-    float32_moments: bool = True
-    """The optimizer keeps its moments in float32, not in 16 bits."""
     reuse_float32: bool = False
     """The 16-bit parameters lie in the memory of their float32 copies (MindSpeed's reuse-fp32-param)."""
     fused: tuple[str, ...] = FUSED

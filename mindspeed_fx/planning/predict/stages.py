@@ -89,6 +89,12 @@ def _recomputed(run: Settings, chunks: list[list[str]], experts: bool) -> Iterat
         yield Chunk(len(layers) - moe, moe, again)
 
 
+def is_all_warmup(run: Settings) -> bool:
+    """Whether every forward runs before the first backward: Megatron's interleaved schedule of as many microbatches as
+    stages."""
+    return run.vpp > 1 and run.microbatches == run.pp
+
+
 def most_alive(run: Settings, rank: int, weights: list[float]) -> float:
     """The largest sum of ``weights`` over the (microbatch, chunk) pairs that wait for their backward on a rank.
 
@@ -98,6 +104,8 @@ def most_alive(run: Settings, rank: int, weights: list[float]) -> float:
     m, p, v = run.microbatches, run.pp, run.vpp
     if v == 1:
         return min(p - rank, m) * weights[0]
+    if is_all_warmup(run):
+        return m * sum(weights)
     m = min(m, PERIODS * p)
     total = m * v
     # A group that is not full runs its microbatches through all chunks too.
