@@ -1,11 +1,12 @@
 """The flags of the launch scripts behind rows of published runs, where a row names the script and says less than it.
 
-    python -m benchmarks.published_scripts --clone MindSpeed-LLM --table FILE ...
+    python -m benchmarks.published_scripts --clone MindSpeed-LLM --megatron Megatron-LM --table FILE ...
 
 reads every script of the clone's tests, at the commit that a row of a table names and as it last was, lets bash resolve
 its variables (``tests/megatron/launch/collect.py``), and writes the flags that the cost model reads or that make a row
 another thing than pretraining to ``published_scripts.json``: "path" or "path@commit" -> [processes, flags]. Scripts
-alone are read, no measurement.
+alone are read, no measurement. Of Megatron-LM's functional tests that a table names, the arguments of their
+``model_config.yaml`` are read, for rows that state how many devices they ran on.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ KEPT = frozenset(
         "--mamba-d-state --mamba-state-dim --moe-expert-capacity-factor --qk-layernorm --add-qkv-bias".split()
     )
 )
+FUNCTIONAL = re.compile(r"Megatron-LM (tests/functional_tests/test_cases/\S+)/golden_values")
 SCRIPT = re.compile(r"@([0-9a-f]+)\b.*; script (\S+\.sh)")
 
 
@@ -52,11 +54,12 @@ def scripts() -> dict[str, list]:
 
 def launch_of(source: str) -> tuple[int, list[str]] | None:
     """Processes and flags of the script that a row's source names; None where it names none that is known."""
-    match = SCRIPT.search(source)
-    if match is None:
-        return None
-    commit, path = match.groups()
-    entry = scripts().get(f"{path}@{commit}") or scripts().get(path)
+    entry = None
+    if (match := SCRIPT.search(source)) is not None:
+        commit, path = match.groups()
+        entry = scripts().get(f"{path}@{commit}") or scripts().get(path)
+    elif (match := FUNCTIONAL.search(source)) is not None:
+        entry = scripts().get(match[1])
     return (entry[0], entry[1].split()) if entry else None
 
 
@@ -69,15 +72,19 @@ def kept_flags(words: list[str]) -> str:
 def main(args: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--clone", required=True, help="git directory of a clone with its history")
+    parser.add_argument("--megatron", help="git directory of a clone of Megatron-LM")
     parser.add_argument("--table", action="append", default=[], metavar="FILE", help="table whose rows name scripts")
     options = parser.parse_args(args)
     git = functools.partial(_git, options.clone)
     wanted = dict.fromkeys((path, "") for path in git("log", "--format=", "--name-only", "--", "tests/*.sh").split())
+    result: dict[str, list] = {}
     for table in options.table:
         with open(table, newline="") as file:
-            matches = [SCRIPT.search(row["source"]) for row in csv.DictReader(file)]
+            rows = list(csv.DictReader(file))
+        if options.megatron:
+            result |= _functional_tests(functools.partial(_git, options.megatron), rows)
+        matches = [SCRIPT.search(row["source"]) for row in rows]
         wanted |= dict.fromkeys((m[2], m[1]) for m in matches if m and m[2].startswith("tests/"))
-    result: dict[str, list] = {}
     for path, commit in sorted(wanted):
         entry = _read(git, path, commit)
         if entry and (not commit or entry != result.get(path)):
@@ -89,6 +96,19 @@ def main(args: list[str] | None = None) -> None:
 def _git(clone: str, *words: str) -> str:
     run = subprocess.run(["git", f"--git-dir={clone}", *words], capture_output=True)
     return run.stdout.decode(errors="replace") if run.returncode == 0 else ""
+
+
+def _functional_tests(git, rows: list[dict[str, str]]) -> dict[str, list]:
+    result = {}
+    for row in rows:
+        match, devices = FUNCTIONAL.search(row["source"]), re.search(r"gpus=(\d+);", row["shape_or_config"])
+        if match is None or devices is None or "layers=" not in row["shape_or_config"]:
+            continue
+        text = git("show", f"HEAD:{match[1]}/model_config.yaml")
+        pairs = re.findall(r"^  (--[\w-]+): *(\S+)$", text, re.M)
+        words = [w for flag, value in pairs if value != "false" for w in (flag, *([value] if value != "true" else []))]
+        result[match[1]] = [int(devices[1]), kept_flags(words)]
+    return result
 
 
 def _read(git, path: str, commit: str) -> list | None:
