@@ -84,7 +84,8 @@ def _script(case: Case, devices: int, flags: list[str]) -> tuple[Architecture, S
     if "--padded-vocab-size" not in texts:
         model = dataclasses.replace(model, vocab=-(-model.vocab // part) * part)
     legacy = "--use-mcore-models" not in texts
-    return model, dataclasses.replace(run, framework="legacy" if legacy else "megatron")
+    old = case.first_seen < "2025"  # Megatron-core 0.6 to 0.8
+    return model, dataclasses.replace(run, framework="legacy" if legacy else "megatron", forwards_first=old)
 
 
 def _megatron(case: Case, config: dict[str, str]) -> tuple[Architecture, Settings]:

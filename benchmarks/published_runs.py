@@ -100,8 +100,9 @@ def predict_all(cases: list[Case], kernels: list[KernelRow], leave_out: bool) ->
         if case.kind.startswith("memory"):
             target = "npu" if case.hardware.startswith("ascend") else "cuda"
             memory = peak_memory(case.model, case.run, target)
-            if case.kind == "memory":
-                results.append(Result(case, memory.first_step))
+            if case.kind == "memory":  # of the first step, or of all of a run's on its first rank
+                modelled = memory.steady[0] if "rank 0" in case.unit else memory.peak
+                results.append(Result(case, memory.first_step if target == "npu" else modelled))
                 continue
             for modelled, published in zip(memory.ranks, case.stages):
                 results.append(Result(dataclasses.replace(case, published=published), modelled))

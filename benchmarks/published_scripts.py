@@ -32,7 +32,7 @@ KEPT = frozenset(
         "--make-vocab-size-divisible-by --recompute-granularity --recompute-method --context-parallel-algo "
         "--enable-recompute-layers-per-pp-rank --ulysses-degree-in-cp --moe-token-dispatcher-type --moe-tp-extend-ep "
         "--use-distributed-optimizer --use-custom-fsdp --use-torch-fsdp2 --sequence-parallel --bf16 --fp16 "
-        "--grad-reduce-in-bf16 --gemm-gradient-accumulation-fusion --no-gradient-accumulation-fusion --swap-attention --swap-optimizer "
+        "--hidden-dropout --grad-reduce-in-bf16 --gemm-gradient-accumulation-fusion --no-gradient-accumulation-fusion --swap-attention --swap-optimizer "
         "--output-layer-slice-num --moe-zero-memory --moe-zero-memory-num-layers --mtp-mem-efficient-logits "
         "--recompute-norm --recompute-norm-num-layers --use-mc2 --num-layer-list --schedules-method --moe-fb-overlap "
         "--stage --qlora --tp-2d --enable-high-availability --variable-seq-lengths --no-pad-to-seq-lengths "
@@ -43,7 +43,7 @@ KEPT = frozenset(
         "--mamba-d-state --mamba-state-dim --moe-expert-capacity-factor --qk-layernorm --add-qkv-bias".split()
     )
 )
-FUNCTIONAL = re.compile(r"Megatron-LM (tests/functional_tests/test_cases/\S+)/golden_values")
+FUNCTIONAL = re.compile(r"Megatron-LM (tests/functional_tests/test_cases/(?:gpt|moe|mixtral)/\S+)/golden_values")
 SCRIPT = re.compile(r"@([0-9a-f]+)\b.*; script (\S+\.sh)")
 
 

@@ -93,5 +93,6 @@ def settings_from_flags(flags: Sequence[str], devices: int) -> Settings:
         values["offload"] = "optimizer"
     if "--moe-tp-extend-ep" in texts:
         values["etp"] = 1
+    values["dropout"] = texts.get("--hidden-dropout", "0.1") not in ("0", "0.0")
     values["lora"] = int(texts.get("--lora-r") or 0)
     return Settings(devices=devices, **values)

@@ -39,6 +39,8 @@ SCATTERED = (12, 8)
 """Bytes of each element of a rank's rows and of the gathered tokens while the all-gather dispatcher adds the rows up:
 an int64 index and a float32 copy of each row's element, a float32 and two 16-bit copies of each gathered one. Counted
 from the operators it calls; of two tests within 10 %."""
+MASK_OF_DROPOUT = {"npu": 1 / 8, "cuda": 1, "cpu": 1}
+"""Bytes of each element in the mask that dropout keeps: torch_npu's are bits."""
 STATES = {"adam": 8, "momentum": 4, "sgd": 0}
 
 
@@ -53,6 +55,8 @@ class Memory:
     """Of the peak."""
     ranks: list[float] = field(default_factory=list)
     """``first_step`` of each pipeline stage."""
+    steady: list[float] = field(default_factory=list)
+    """``peak`` of each pipeline stage."""
 
 
 @dataclass
@@ -120,6 +124,7 @@ class MemoryModel:
         model, run, b = self.model, self.run, self.size
         residual = self.own * model.hidden * b
         kept, inside = self._attention_kept()
+        kept += 2 * self.own * model.hidden * MASK_OF_DROPOUT[self.target] if run.dropout else 0.0
         if run.overlap_tp and not run.tp_chunks and run.sequence_parallel and self.target == "npu":
             kept += (self.tokens - self.own) * model.hidden * b * GATHERED_INPUTS
         kept += 0.0 if "rms_norm" in run.fused or model.norm != "rms" else 2 * 4 * self.own * model.hidden
@@ -211,7 +216,7 @@ class MemoryModel:
         stages = [self._stage(stage) for stage in range(run.pp)]
         ranks = [m.first_step for m in stages]
         fullest = max(stages, key=lambda m: m.peak)
-        return Memory(fullest.peak, max(ranks), fullest.parts, ranks)
+        return Memory(fullest.peak, max(ranks), fullest.parts, ranks, [m.peak for m in stages])
 
     def _stage(self, stage: int) -> Memory:
         run = self.run

@@ -42,6 +42,9 @@ class Settings:
     pp: int = 1
     vpp: int = 1
     """Virtual stages of a rank."""
+    forwards_first: bool = False
+    """With virtual stages and as many microbatches as stages, all forwards run before the first backward (Megatron-core
+    before 0.9)."""
     cp: int = 1
     cp_kind: str = "ring"
     ep: int = 1
@@ -60,6 +63,8 @@ class Settings:
     """``recompute_layers`` counts those of a rank, not of each of its virtual stages."""
     recompute_activation: bool = False
     """What the activation function made is recomputed."""
+    dropout: bool = False
+    """Hidden states are dropped out: two masks of a layer are kept."""
     recompute_norms: bool = False
     """What norms made is recomputed."""
     expert_memory: str = "none"
