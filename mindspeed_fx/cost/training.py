@@ -133,3 +133,9 @@ def interval_of(hw: Hardware, kind: str) -> tuple[float, float]:
     known = ERRORS.get(group_of(hw), {}) if hw.fitted else {}
     error = known.get(kind, UNFITTED)
     return math.exp(-error), math.exp(error)
+
+
+def modelled_step(hw: Hardware, seconds: float, unit: float = 1e3, name: str = "ms", kind: str = "dense") -> str:
+    """A modelled time of a step as every page shows it: with the interval that :func:`interval_of` gives."""
+    low, high = (seconds * factor * unit for factor in interval_of(hw, kind))
+    return f"{seconds * unit:,.4g} {name} ({low:,.3g} to {high:,.3g})"
