@@ -63,16 +63,16 @@ PRIOR = _record(
 )
 FITTED = {
     "ascend": _record(
-        "fit to 165 published runs and 19 kernels on 910B (benchmarks/fit_runs.py)",
-        {"legacy": (1.085, 0.02), "mindspore": (1.069, 0.02)},
+        "fit to 169 published runs and 19 kernels on 910B (benchmarks/fit_runs.py)",
+        {"legacy": (1.100, 0.02), "mindspore": (1.073, 0.02)},
         host=(12e-6, 0.40),
-        contention=(0.151, 0.49),
-        exposed_sends=(0.990, 0.29),
-        imbalance=(1.201, 0.09),
-        permutation=(4.28, 0.27),
+        contention=(0.189, 0.44),
+        exposed_sends=(0.997, 0.29),
+        imbalance=(1.192, 0.09),
+        permutation=(3.91, 0.26),
         early_attention=(2.0, 0.3),
-        microbatch=(12.2e-3, 0.30),
-        step=(0.0264, 0.52),
+        microbatch=(7.86e-3, 0.44),
+        step=(0.0255, 0.52),
     ),
     "h100": _record(
         "fit to 87 published runs and 7 kernels on H100 (benchmarks/fit_runs.py)",

@@ -149,3 +149,11 @@ def test_flags_of_a_launch_that_change_stages_and_memory():
 def test_places_without_layers_are_whole_numbers(places):
     with pytest.raises(OptionError, match="empty_layers"):
         Settings(devices=8, sequence=4096, empty_layers=places)
+
+
+def test_zero_memory_of_experts_takes_the_time_of_what_it_makes_again():
+    run = Settings(devices=2, sequence=4096, ep=2, batch=8)
+    none, half, least = (
+        predict(MOE, dataclasses.replace(run, expert_memory=level)).seconds for level in ("none", "level0", "level1")
+    )
+    assert none < half < least < predict(MOE, dataclasses.replace(run, recompute="full")).seconds

@@ -180,6 +180,8 @@ def _stage_seconds(model: Architecture, run: Settings, work: StepWork, clock: Cl
             parts["recompute"] += share * again * sum(forward.values())
         elif run.recompute == "selective" and "attention" not in run.fused:
             parts["recompute"] += share * forward.get("attention", 0.0)
+        if run.expert_memory != "none" and layer is work.moe:
+            parts["recompute"] += share * _experts_again(run, forward)
         if run.recompute_activation:
             parts["recompute"] += share * 0.5 * forward.get("vector", 0.0)
     _offload(model, run, clock, parts)
@@ -190,6 +192,15 @@ def _stage_seconds(model: Architecture, run: Settings, work: StepWork, clock: Cl
         busy = sum(s for n, s in parts.items() if n != "gathers")
         parts["gathers"] = max(parts["gathers"] - busy, 0) + clock.constants.contention * parts["gathers"]
     return parts
+
+
+def _experts_again(run: Settings, forward: dict[str, float]) -> float:
+    """What zero memory of experts runs again: the permutation, and at level 1 the exchange and the first product too
+    (two thirds of a gated expert)."""
+    seconds = forward.get("permutation", 0.0) / 2
+    if run.expert_memory == "level1":
+        seconds += forward.get("ep", 0.0) / 2 + forward.get("expert products", 0.0) * 2 / 3
+    return seconds
 
 
 def _offload(model: Architecture, run: Settings, clock: Clock, parts: dict[str, float]) -> None:
