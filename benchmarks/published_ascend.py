@@ -28,7 +28,7 @@ def ascend_run(case: Case, config: dict[str, str]) -> tuple[Architecture, Settin
         Unreadable: the row does not say enough.
     """
     if (launch := launch_of(case.source)) is not None:
-        return _script(case, *launch)
+        return _script(case, number(config, "npus") or launch[0], launch[1])
     for name in ("npus", "seq"):
         if not number(config, name):
             raise Unreadable(f"{name} not stated")
@@ -61,7 +61,6 @@ UNDESCRIBED = {
     "--full-attention-interval": "linear attention",
     "--qlora": "weights in 4 bits",
     "--schedules-method": "a schedule other than 1F1B",
-    "--num-layer-list": "stages of unlike numbers of layers",
 }
 
 
@@ -75,7 +74,7 @@ def _script(case: Case, devices: int, flags: list[str]) -> tuple[Architecture, S
             raise Unreadable(f"{feature}, which no setting describes")
     packed = "--neat-pack" in texts or "--reset-position-ids" in texts or "pack" in case.what
     own_lengths = "--variable-seq-lengths" in texts or "--no-pad-to-seq-lengths" in texts
-    if (stage or "--is-instruction-dataset" in texts) and own_lengths and not packed:
+    if (stage or "--is-instruction-dataset" in texts) and own_lengths and not packed and case.kind != "time":
         raise Unreadable("fine-tuning on samples of their own lengths, which neither row nor script has")
     model, run = from_flags(flags), settings_from_flags(flags, devices)
     if not ("--padded-vocab-size" in texts or "--vocab-size" in texts):

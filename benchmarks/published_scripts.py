@@ -2,7 +2,8 @@
 
     python -m benchmarks.published_scripts --clone MindSpeed-LLM --megatron Megatron-LM --table FILE ...
 
-reads every script of the clone's tests, at the commit that a row of a table names and as it last was, lets bash resolve
+reads every script of the clone's tests, at the commit that a row of a table names and as it last was, and every example
+of a pretraining at a commit of a table of runs that rows come from, lets bash resolve
 its variables (``tests/megatron/launch/collect.py``), and writes the flags that the cost model reads or that make a row
 another thing than pretraining to ``published_scripts.json``: "path" or "path@commit" -> [processes, flags]. Scripts
 alone are read, no measurement. Of Megatron-LM's functional tests that a table names, the arguments of their
@@ -85,8 +86,13 @@ def main(args: list[str] | None = None) -> None:
             result |= _functional_tests(functools.partial(_git, options.megatron), rows)
         matches = [SCRIPT.search(row["source"]) for row in rows]
         wanted |= dict.fromkeys((m[2], m[1]) for m in matches if m and m[2].startswith("tests/"))
+        for commit in dict.fromkeys(m[1] for m in matches if m and m[2].startswith("examples/")):
+            paths = git("ls-tree", "-r", "--name-only", commit, "examples").split("\n")
+            wanted |= dict.fromkeys((p, commit) for p in paths if re.search(r"/pretrain[^/]*\.sh$", p))
     for path, commit in sorted(wanted):
         entry = _read(git, path, commit)
+        if entry and path.startswith("examples/"):
+            result.setdefault(path, entry)  # the first commit's, beside which others are kept where they differ
         if entry and (not commit or entry != result.get(path)):
             result[f"{path}@{commit}" if commit else path] = entry
     lines = [f"{json.dumps(key)}: {json.dumps(entry)}" for key, entry in result.items()]

@@ -162,8 +162,12 @@ FLAGS = {
     "--v-head-dim": "v_dim",
     "--mtp-num-layers": "mtp_layers",
     "--window-size": "window",
+    "--sliding-window": "window",
+    "--moe-intermediate-size": "expert_ffn",
+    "--qk-nope-head-dim": "head_dim",
+    "--qk-rope-head-dim": "rope_dim",
 }
-"""Flag of Megatron or MindSpeed-LLM -> field."""
+"""Flag of Megatron or MindSpeed-LLM, former names too -> field."""
 VOCABULARY = ("--padded-vocab-size", "--vocab-size")
 
 
