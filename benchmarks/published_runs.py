@@ -231,9 +231,9 @@ GAINS: dict[str, tuple[str, dict, dict]] = {
     "fused SwiGLU": ("LLaMA2-7B", {}, {"fused": ("attention", "rms_norm", "rope")}),
     "fused RoPE": ("LLaMA2-7B", {}, {"fused": ("attention", "rms_norm", "swiglu")}),
     "matmul_add fusion": ("LLaMA2-7B", {"fused": FUSED}, {}),
-    "CoC llama TP8 low": ("Bloom-7B1", {"overlap_tp": True, "tp_chunks": 2}, {}),
-    "CoC mid": ("Bloom-176B", {"overlap_tp": True, "tp_chunks": 2}, {}),
-    "CoC high": ("LLaMA2-70B", {"overlap_tp": True, "tp_chunks": 2}, {}),
+    "CoC llama TP8 low": ("Bloom-7B1", {"overlap_tp": True, "tp_chunks": 2}, {"overlap_tp": False}),
+    "CoC mid": ("Bloom-176B", {"overlap_tp": True, "tp_chunks": 2}, {"overlap_tp": False}),
+    "CoC high": ("LLaMA2-70B", {"overlap_tp": True, "tp_chunks": 2}, {"overlap_tp": False}),
     "async DDP": ("LLaMA2-70B", {**SEVENTY, "overlap_gradients": True}, {**SEVENTY, **NO_FEATURES}),
     "overlap param gather": (
         "LLaMA2-70B",
