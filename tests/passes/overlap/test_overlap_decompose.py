@@ -155,7 +155,8 @@ def test_no_order_is_searched_where_a_bound_says_that_none_is_shorter(eight, mon
     report = overlap_decompose(layers.graph(PROGRAMS["sequence"], sizes, torch.bfloat16), context())
     assert "ways tried" in report.notes[0] and " 0 ways" not in report.notes[0]
     assert (len(searched) > 1) == (sizes is LARGE)
-    assert all(bound < searched[0].seconds for bound in bounds[1:])
+    # The plain graph is scheduled once more at the end, and may be as short as its own bound.
+    assert all(bound < searched[0].seconds * (1 + 1e-9) for bound in bounds[1:])
 
 
 def repeated(x, norm, up, down):
