@@ -227,10 +227,7 @@ class CrossReport:
                 f"{self.step()}"
             ]
         else:
-            lines += [
-                f"modelled time of the step on {self.hardware}: {self.step()}, "
-                f"{size(self.total('bytes'))} moved"
-            ]
+            lines += [f"modelled time of the step on {self.hardware}: {self.step()}, {size(self.total('bytes'))} moved"]
         lines += [f"cost model: {self.hardware}, {self.basis}"]
         lines += [
             f"cost model: {note}"

@@ -189,8 +189,8 @@ def _file(record: GraphRecord, name: str) -> str:
 
 
 def _answer(cost: Sequence[Mapping[str, Any]]) -> str:
-    """The forward before and after the passes, modelled, in a sentence with what the device's constants stand on and the
-    interval of the step; "" where nothing is modelled.
+    """The forward before and after the passes, and the step with its interval and what the device's constants stand on,
+    modelled; "" where nothing is modelled.
     """
     by_stage = {row["stage"]: row for row in cost}
     if not {"captured", "forward"} <= set(by_stage):

@@ -3,8 +3,8 @@ error.
 """
 
 import json
-import re
 import pathlib
+import re
 import subprocess
 import sys
 

@@ -142,7 +142,9 @@ class MemoryModel:
                 kept += self.own * run.ep * model.hidden * b
             widest = rows * max(model.expert_ffn / run.expert_tp * gate, 2 * model.hidden) * b
             if run.dispatcher == "allgather":
-                widest = max(widest, rows * model.hidden * SCATTERED[0] + self.own * run.ep * model.hidden * SCATTERED[1])
+                widest = max(
+                    widest, rows * model.hidden * SCATTERED[0] + self.own * run.ep * model.hidden * SCATTERED[1]
+                )
             if run.expert_memory != "none":  # what the backward makes again
                 widest += self._experts_kept(rows, "none") - self._experts_kept(rows)
         gathered = self.tokens * model.hidden * b if run.tp > 1 and run.sequence_parallel else 0.0

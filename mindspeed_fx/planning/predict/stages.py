@@ -90,8 +90,8 @@ def _recomputed(run: Settings, chunks: list[list[str]], experts: bool) -> Iterat
 
 
 def is_all_warmup(run: Settings) -> bool:
-    """Whether every forward runs before the first backward: Megatron-core's interleaved schedule of as many microbatches
-    as stages, before version 0.9."""
+    """Whether every forward runs before the first backward: Megatron-core's interleaved schedule of as many
+    microbatches as stages, before version 0.9."""
     return run.forwards_first and run.vpp > 1 and run.microbatches == run.pp
 
 

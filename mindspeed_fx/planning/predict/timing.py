@@ -209,7 +209,7 @@ def _offload(model: Architecture, run: Settings, clock: Clock, parts: dict[str, 
         return
     tokens = run.microbatch * run.sequence / run.cp / run.tp
     if run.offload == "attention":  # queries, keys, values and the output
-        each = ((model.heads + model.groups) * model.qk_dim + (model.heads + model.groups) * model.value_dim) * run.itemsize
+        each = (model.heads + model.groups) * (model.qk_dim + model.value_dim) * run.itemsize
     else:
         each = model.hidden * (2 + 12 * run.itemsize)
     seconds = 2 * tokens * each / clock.hw.host_bandwidth
