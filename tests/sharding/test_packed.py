@@ -156,6 +156,7 @@ def trains_alike_and_loads_anywhere(rank, store, folder):
     """Two steps of AdamW with clipping as one device, whose checkpoint loads under a plan of other parts."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
+
     import mindspeed_fx
 
     torch.set_num_threads(1)
