@@ -151,6 +151,25 @@ def test_a_run_resumes_bitwise_from_a_checkpoint(tmp_path, form):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("form", ["torch", "torch_dist"])
+def test_norms_in_float32_are_saved_so_and_resume_bitwise(tmp_path, form):
+    flags = f"""--bf16 --init-norm-weight-in-fp32 --use-distributed-optimizer --ckpt-format {form} --lr-decay-iters 4
+        --train-iters 4 --global-batch-size 4"""
+    whole = train(f"{flags} --save {tmp_path} --save-interval 2", 2)
+    if form == "torch":
+        saved = torch.load(tmp_path / "iter_0000004" / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)["model"]
+        types = {n: t.dtype for n, t in saved.items() if isinstance(t, torch.Tensor)}
+        norms = {n for n in types if "norm" in n}
+        assert len(norms) == 5 and {types[n] for n in norms} == {torch.float32}
+        assert {types[n] for n in types.keys() - norms} == {torch.bfloat16}
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    shutil.rmtree(tmp_path / "iter_0000004")
+    rest = train(f"{flags} --load {tmp_path}", 2)
+    assert rest.losses == {k: whole.losses[k] for k in (3, 4)}
+    assert rest.grad_norms == {k: whole.grad_norms[k] for k in (3, 4)}
+
+
+@pytest.mark.slow
 def test_the_average_of_the_weights_is_saved_and_goes_on(tmp_path):
     """--optimizer-selection fused_ema_adamw on two ranks: the averaged model beside the model, its states bitwise."""
     flags = f"""--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ckpt-format torch
