@@ -94,6 +94,20 @@ def test_sixteen_bits_with_float32_main_weights(dtype):
         assert abs(compiled.losses[iteration]["lm loss"] - loss) <= 2 * own + 1e-5 * loss
 
 
+@pytest.mark.slow
+def test_torch_fsdp2_trains_as_the_replicated_model():
+    """Each layer is a graph, alike ones the same; Megatron asks for more connections than one."""
+    flags = "--use-torch-fsdp2 --ckpt-format torch_dist --no-gradient-accumulation-fusion"
+    more = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    replicated = train("", 2, EAGER)
+    for environ, graphs in ((EAGER, [0, 0]), (COMPILED, [1, 1])):
+        divided = train(flags, 2, {**environ, **more})
+        assert divided.graphs == graphs
+        for k, losses in replicated.losses.items():
+            assert divided.losses[k] == pytest.approx(losses, rel=1e-5)
+            assert divided.grad_norms[k] == pytest.approx(replicated.grad_norms[k], rel=1e-5)
+
+
 def record_collectives(rank: int) -> None:
     """Prints when a bucket's collective starts, when a backward begins and ends, and what a forward waits for."""
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
