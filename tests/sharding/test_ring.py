@@ -7,11 +7,14 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
 
 import mindspeed_fx  # noqa: F401  registers the operators
+from mindspeed_fx.compat import dtensor
 from mindspeed_fx.cost.ring import ring_seconds
 from mindspeed_fx.planning.simulate import simulate
 from mindspeed_fx.sharding.plan import Boundary, Plan, ShardingError
@@ -206,3 +209,11 @@ def test_a_model_without_gradient():
     model = Llama(layers=1).double().requires_grad_(False)
     ids = torch.randint(0, 64, (2, 16))
     assert abs(simulate(model, {"cp": 2}, "ring", ids, ids).outputs[0] - model(ids, ids)) < 1e-12
+
+
+def test_places_are_those_of_the_group_at_hand(ranks):
+    """A second process group of one process has the name of the first, whose mesh's ranks are other ones."""
+    for _ in range(2):
+        ranks(2)
+        assert dtensor.by_coordinate(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), 0, lambda place: place) == 0
+        dist.destroy_process_group()
