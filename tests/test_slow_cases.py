@@ -19,11 +19,17 @@ def test_every_line_names_a_test():
 
 def test_the_cheapest_case_of_each_function_stays(tmp_path, monkeypatch):
     log = tmp_path / "suite.log"
-    log.write_text(
-        "4.00s call     tests/a.py::test_x[one]\n9.00s setup    tests/a.py::test_x[two]\n5.00s call  tests/a.py::test_x[two]\n"
-        "0.50s call     tests/a.py::test_y[0]\n2.00s call     tests/a.py::test_y[1]\n99.0s call     tests/a.py::test_z\n"
-        "7.00s call     tests/docs/a.py::test_p[1]\n8.00s call     tests/docs/a.py::test_p[2]\n"
-    )
+    lines = [
+        "4.00s call     tests/a.py::test_x[one]",
+        "9.00s setup    tests/a.py::test_x[two]",
+        "5.00s call     tests/a.py::test_x[two]",
+        "0.50s call     tests/a.py::test_y[0]",
+        "2.00s call     tests/a.py::test_y[1]",
+        "99.0s call     tests/a.py::test_z",
+        "7.00s call     tests/docs/a.py::test_p[1]",
+        "8.00s call     tests/docs/a.py::test_p[2]",
+    ]
+    log.write_text("\n".join(lines))
     monkeypatch.setattr(slow_cases, "FILE", tmp_path / "cases.txt")
     slow_cases.FILE.write_text("# by hand\ntests/b.py::test_whole\ntests/c.py::test_out[3]\n")
     slow_cases.main(str(log))
