@@ -6,7 +6,7 @@ left, the largest first.
   operator itself can do no better in memory traffic, so that this is a bound: "at most".
 - A pass of overlap that left a collective: the time for which the compute stream stands still for the collectives of
   that module.
-- Another level, or a family of rewrites off: the difference of the two steps, where explain's ``what_if`` modelled both.
+- Another level, or a family of rewrites off: the difference of the two steps, where explain's ``what_if`` has both.
 
 Of what other passes left (lowering, recomputation, sharding) no gain is modelled, and it has no row; nor have fusions
 that buy memory with time.

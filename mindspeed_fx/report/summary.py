@@ -13,6 +13,7 @@ from mindspeed_fx.report import measured
 from mindspeed_fx.report.answers.base import mib, ms
 from mindspeed_fx.report.facts import step_totals
 from mindspeed_fx.report.families import KINDS
+from mindspeed_fx.report.modelled import estimates
 
 WIDTH = 100
 FEW = 5
