@@ -150,9 +150,7 @@ def _traced(node: fx.Node) -> fx.GraphModule | None:
 
     def run(*inputs: torch.Tensor) -> Any:
         rest = iter(inputs)
-        args, kwargs = pytree.tree_unflatten(
-            [next(rest) if isinstance(v, torch.Tensor) else v for v in values], spec
-        )
+        args, kwargs = pytree.tree_unflatten([next(rest) if isinstance(v, torch.Tensor) else v for v in values], spec)
         return target(*args, **kwargs)
 
     body = None
@@ -194,6 +192,7 @@ def _opaque(node: fx.Node, val: Any, args: Any, kwargs: Any) -> Any:
     def result(number: int, out: Any) -> Value:
         if out.dtype.is_complex:
             raise Unsupported(f"{node.target} of complex numbers")
+
         def element(i: Any) -> Any:
             p = whole(f"{name}.{number}", tensors, i)
             return negate(is_zero_real(p)) if out.dtype == torch.bool else p

@@ -153,9 +153,7 @@ def witness(a: Value, b: Value) -> str | None:
     indices = free_indices(a.shape)
     left, right = a.at(indices), b.at(indices)
     places = {
-        next(iter(i.free)): generator.integers(0, n, POINTS).astype(float)
-        for i, n in zip(indices, a.shape)
-        if i.free
+        next(iter(i.free)): generator.integers(0, n, POINTS).astype(float) for i, n in zip(indices, a.shape) if i.free
     }
     for scale in SCALES:
         with np.errstate(all="ignore"):

@@ -82,9 +82,7 @@ class Diff:
 
     def obligation(self, a: str, b: str, opened: frozenset[str] = frozenset()) -> Obligation:
         first = self.owed[a, b]
-        return Obligation(
-            self._read(self.before[a], 0, first, opened), self._read(self.after[b], 1, first, opened)
-        )
+        return Obligation(self._read(self.before[a], 0, first, opened), self._read(self.after[b], 1, first, opened))
 
     def _read(self, node: fx.Node, side: int, first: int, opened: frozenset[str]) -> Side:
         result, pending, seen = Side(node), [node], {node}

@@ -229,5 +229,3 @@ FUNCTIONS: dict[str, Callable[..., Poly]] = {
     "undefined": lambda p, r: functions.power(p, r),
 }
 """How an atom of a kind is made from its data."""
-
-

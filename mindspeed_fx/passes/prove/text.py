@@ -26,9 +26,7 @@ def atom_text(a: Atom) -> str:
     if a.kind in ("load", "whole"):
         return f"{a.data[0]}[{_joined(a.data[1 if a.kind == 'load' else 2 :])}]"
     if a.kind == "cond":
-        return (
-            f"[{a.data[1]}[{_joined(a.data[2:])}]]" if a.data[0] == "load" else f"[{a.data[1]!r} {SIGNS[a.data[0]]}]"
-        )
+        return f"[{a.data[1]}[{_joined(a.data[2:])}]]" if a.data[0] == "load" else f"[{a.data[1]!r} {SIGNS[a.data[0]]}]"
     if a.kind == "wrap":
         return f"({a.data[0]!r})"
     if a.kind == "sum":

@@ -343,9 +343,7 @@ def _view_as_real(out: Any, x: Value) -> Value:
 
 @rule("view_as_complex")
 def _view_as_complex(out: Any, x: Value) -> Value:
-    return Value(
-        out.shape, out.dtype, lambda i: add(x.at((*i, const(0))), mul(imaginary(), x.at((*i, const(1)))))
-    )
+    return Value(out.shape, out.dtype, lambda i: add(x.at((*i, const(0))), mul(imaginary(), x.at((*i, const(1))))))
 
 
 @rule("dropout")
@@ -353,5 +351,3 @@ def _dropout(out: Any, x: Value, p: float, train: bool) -> Value:
     if train and p:
         raise Unsupported("random numbers")
     return x
-
-
