@@ -7,6 +7,7 @@ kept shape, dtype and strides, keep the text for dumps, run the numeric check.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import fnmatch
@@ -105,6 +106,8 @@ class Pipeline:
         )
         if before is not None and self.options.check == "prove":
             run.proofs = prove_pass(p, before, gm, report)
+            states = collections.Counter(proof.status for proof in run.proofs)
+            run.check = ", ".join(f"{n} {state}" for state, n in sorted(states.items(), reverse=True))
         elif before is not None:
             run.check = check_pass(p, before, gm, differentiable=p.stage == "captured")
         return run

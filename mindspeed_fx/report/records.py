@@ -91,7 +91,7 @@ class PassRun:
     """Readable code before the pass; None unless a dump was asked for."""
     after: str | None = None
     check: str = ""
-    """Result of the numeric check; "" when it was not asked for."""
+    """Result of the check, numeric or by proof; "" when it was not asked for."""
     proofs: list[SiteProof] = field(default_factory=list)
     """With ``check="prove"`` one entry for each of ``report.rewrites``."""
     exact: bool | None = None

@@ -16,40 +16,15 @@ import pathlib
 import re
 import signal
 import time
-from typing import Any
 
 import torch
 
-from mindspeed_fx.backend import Compilation
-from mindspeed_fx.compat import graph_inputs
-from mindspeed_fx.options import Options
-from mindspeed_fx.report import recorder
-from mindspeed_fx.report.records import GraphRecord
+from tests.models import captured_records
 from tests.zoo import table
 
 OPTIONS = {"codegen": "eager", "check": "prove"}
 SECONDS = 300
 STATES = ("proved", "checked", "unknown")
-
-
-def records(model: torch.nn.Module, inputs: dict[str, Any], options: dict[str, Any] = OPTIONS) -> list[GraphRecord]:
-    """What passes did to the graphs of one forward in training, up to where a backward would be made."""
-    results: list[GraphRecord] = []
-
-    def backend(gm: torch.fx.GraphModule, _: Any) -> Any:
-        compilation = Compilation(Options.parse(options).resolve("cpu"))
-        copy = graph_inputs.copy_dynamo_graph(gm)
-        try:
-            compilation.capture(copy)
-        finally:
-            recorder.discard(compilation.record)
-            graph_inputs.drop_owner(copy)
-        results.append(compilation.record)
-        return gm.forward
-
-    torch._dynamo.reset()
-    torch.compile(model, backend=backend)(**inputs)
-    return results
 
 
 def row(name: str, sources: dict[str, str]) -> str:
@@ -66,7 +41,7 @@ def row(name: str, sources: dict[str, str]) -> str:
         return f"| {name} | | | | | | not built: {table.one_line(error).replace('|', '/')} |"
     try:
         start = time.perf_counter()
-        graphs = records(model, inputs)
+        graphs = captured_records(model, inputs, OPTIONS)
         seconds = time.perf_counter() - start
     except Exception as error:  # noqa: BLE001  goes into the page
         return f"| {name} | | | | | | failed: {table.one_line(error).replace('|', '/')} |"

@@ -12,18 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_fx.passes.prove.compare import free_indices
+from mindspeed_fx.passes.prove.compare import atoms_of, free_indices
 from mindspeed_fx.passes.prove.integers import size_of
 from mindspeed_fx.passes.prove.terms import Atom, Poly
 from mindspeed_fx.passes.prove.values import Value
 
-POINTS = 12
-"""Places of the tensors that are looked at."""
+POINTS = 32
+"""Places of the tensors that are looked at: the first, the last, and others at random."""
 MOST_ELEMENTS = 4_000_000
 INFINITY = 1e6
 """Stands for the formal infinity: exp of minus it is zero, and one more or less is still seen."""
 TOLERANCE = 1e-7
 """Relative difference of two float64 evaluations that no rounding makes: sums here are of some ten thousand terms."""
+SMALL_INTEGERS = 6
 SCALES = (1.0, 1e-2)
 """Inputs are of these magnitudes in turn, so that small constants beside them show."""
 
@@ -33,8 +34,8 @@ class NoNumber(Exception):
 
 
 class _Numbers:
-    def __init__(self, scale: float, environment: dict[Atom, np.ndarray], rank: int):
-        self.scale, self.environment, self.rank = scale, environment, rank
+    def __init__(self, scale: float, environment: dict[Atom, np.ndarray], rank: int, whole: np.ndarray):
+        self.scale, self.environment, self.rank, self.whole = scale, environment, rank, whole
         self.known: dict[Any, np.ndarray] = {}
 
     def of(self, p: Poly) -> np.ndarray:
@@ -94,11 +95,11 @@ class _Numbers:
             shape = [1] * (self.rank + k)
             shape[self.rank + i] = size_of(v)
             places[v] = np.arange(size_of(v), dtype=float).reshape(shape)
-        inner = _Numbers(self.scale, places, self.rank + k)
+        inner = _Numbers(self.scale, places, self.rank + k, self.whole)
         return reduce(body(inner), axis=tuple(range(self.rank, self.rank + k)))
 
     def hashed(self, name: str, indices: Any) -> np.ndarray:
-        """Numbers between -1 and 1 times the scale, zero or one for integers that index."""
+        """Numbers between -1 and 1 times the scale; of integers one of ``whole``."""
         state: Any = np.full((1,) * self.rank, zlib.crc32(name.encode()), dtype=np.uint64)
         with np.errstate(over="ignore"):
             for i in indices:
@@ -110,7 +111,7 @@ class _Numbers:
         self._small(state)
         unit = (state >> np.uint64(11)).astype(float) / 2**53
         if name.startswith("integer "):
-            return np.floor(unit * 2)
+            return self.whole[np.floor(unit * len(self.whole)).astype(int)]
         return (2 * unit - 1) * self.scale
 
 
@@ -143,6 +144,16 @@ FUNCTIONS: dict[str, Any] = {
 }
 
 
+def _integers(*sides: Poly) -> np.ndarray:
+    """Small integers, and those that conditions of the terms compare with: a target that is ignored, an edge."""
+    numbers = set(range(SMALL_INTEGERS))
+    for p in sides:
+        for a in atoms_of(p):
+            if a.kind == "cond" and a.data[0] in ("eq", "ge"):
+                numbers |= {sign * int(c) for m, c in a.data[1].terms.items() if not m for sign in (1, -1)}
+    return np.array(sorted(numbers), dtype=float)
+
+
 def witness(a: Value, b: Value) -> str | None:
     """An element that differs, with both of its values; None where none does.
 
@@ -153,11 +164,14 @@ def witness(a: Value, b: Value) -> str | None:
     indices = free_indices(a.shape)
     left, right = a.at(indices), b.at(indices)
     places = {
-        next(iter(i.free)): generator.integers(0, n, POINTS).astype(float) for i, n in zip(indices, a.shape) if i.free
+        next(iter(i.free)): np.array([0, n - 1, *generator.integers(0, n, POINTS - 2)], dtype=float)
+        for i, n in zip(indices, a.shape)
+        if i.free
     }
+    whole = _integers(left, right)
     for scale in SCALES:
         with np.errstate(all="ignore"):
-            numbers = _Numbers(scale, places, 1)
+            numbers = _Numbers(scale, places, 1, whole)
             x, y = (np.broadcast_to(numbers.of(p), (POINTS,)) for p in (left, right))
         off = np.abs(x - y) > TOLERANCE * (np.abs(x) + np.abs(y)) + 1e-12 * scale
         off &= np.isfinite(x) & np.isfinite(y)
