@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
 from benchmarks.published_rows import Case, Unreadable, number, pad, truth, vocabulary
+from benchmarks.published_scripts import launch_of
 from mindspeed_fx.planning.predict import Architecture, Settings
-from mindspeed_fx.planning.predict.launch_flags import CP_KINDS
+from mindspeed_fx.planning.predict.architecture import from_flags, values_of
+from mindspeed_fx.planning.predict.launch_flags import CP_KINDS, settings_from_flags
 
 FUSED = {"fa": "attention", "fused_rmsnorm": "rms_norm", "fused_swiglu": "swiglu", "fused_rope": "rope"}
 FEATURES = {
@@ -24,6 +27,8 @@ def ascend_run(case: Case, config: dict[str, str]) -> tuple[Architecture, Settin
     Raises:
         Unreadable: the row does not say enough.
     """
+    if (launch := launch_of(case.source)) is not None:
+        return _script(case, number(config, "npus") or launch[0], launch[1])
     for name in ("npus", "seq"):
         if not number(config, name):
             raise Unreadable(f"{name} not stated")
@@ -42,6 +47,44 @@ def ascend_run(case: Case, config: dict[str, str]) -> tuple[Architecture, Settin
     if "qlora" in case.what:
         raise Unreadable("QLoRA: weights in 4 bits")
     return _mindspore(case, config) if "framework" in config else _megatron(case, config)
+
+
+PASSES = ("dpo", "simpo", "rm", "orm", "prm", "trl_ppo")
+UNDESCRIBED = {
+    "--tp-2d": "tensor parallelism in two dimensions",
+    "--enable-high-availability": "a further copy for high availability",
+    "--share-kvstates": "keys and values that layers share",
+    "--enable-mhc": "several residual streams",
+    "--enable-dsa-indexer": "sparse attention",
+    "--mamba-state-dim": "state-space layers",
+    "--mamba-d-state": "state-space layers",
+    "--full-attention-interval": "linear attention",
+    "--qlora": "weights in 4 bits",
+    "--schedules-method": "a schedule other than 1F1B",
+}
+
+
+def _script(case: Case, devices: int, flags: list[str]) -> tuple[Architecture, Settings]:
+    """Model and settings of the launch script that the row names, which says more than the row."""
+    texts = values_of(flags)
+    if (stage := texts.get("--stage", "")) in PASSES:
+        raise Unreadable(f"{stage}: more than one pass of a model in a step")
+    for flag, feature in UNDESCRIBED.items():
+        if flag in texts:
+            raise Unreadable(f"{feature}, which no setting describes")
+    packed = "--neat-pack" in texts or "--reset-position-ids" in texts or "pack" in case.what
+    own_lengths = "--variable-seq-lengths" in texts or "--no-pad-to-seq-lengths" in texts
+    if (stage or "--is-instruction-dataset" in texts) and own_lengths and not packed and case.kind != "time":
+        raise Unreadable("fine-tuning on samples of their own lengths, which neither row nor script has")
+    model, run = from_flags(flags), settings_from_flags(flags, devices)
+    if not ("--padded-vocab-size" in texts or "--vocab-size" in texts):
+        model = dataclasses.replace(model, vocab=vocabulary(case.what, {}))
+    part = int(texts.get("--make-vocab-size-divisible-by") or 128) * run.tp
+    if "--padded-vocab-size" not in texts:
+        model = dataclasses.replace(model, vocab=-(-model.vocab // part) * part)
+    legacy = "--use-mcore-models" not in texts
+    old = case.first_seen < "2025"  # Megatron-core 0.6 to 0.8
+    return model, dataclasses.replace(run, framework="legacy" if legacy else "megatron", forwards_first=old)
 
 
 def _megatron(case: Case, config: dict[str, str]) -> tuple[Architecture, Settings]:

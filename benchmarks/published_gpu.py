@@ -8,7 +8,10 @@ import re
 from typing import Any
 
 from benchmarks.published_rows import Case, Unreadable, named, number, pad
+from benchmarks.published_scripts import launch_of
 from mindspeed_fx.planning.predict import Architecture, Settings
+from mindspeed_fx.planning.predict.architecture import from_flags
+from mindspeed_fx.planning.predict.launch_flags import settings_from_flags
 from mindspeed_fx.planning.predict.settings import FUSED
 
 
@@ -18,6 +21,8 @@ def gpu_run(case: Case, line: dict[str, str], config: dict[str, str]) -> tuple[A
     Raises:
         Unreadable: the row does not say enough.
     """
+    if (launch := launch_of(case.source)) is not None:
+        return _functional_test(*launch)
     if config.get("gpus") == "?":
         raise Unreadable("number of devices not stated")
     for name in ("gpus", "seq"):
@@ -35,6 +40,13 @@ def gpu_run(case: Case, line: dict[str, str], config: dict[str, str]) -> tuple[A
     if "parallel" in config:
         return model, _titan(config)
     return _nemo(case, model, config, "Automodel" in line["source"])
+
+
+def _functional_test(devices: int, flags: list[str]) -> tuple[Architecture, Settings]:
+    """A functional test of Megatron-LM, with TransformerEngine's kernels."""
+    fused = FUSED[:4] if "--no-gradient-accumulation-fusion" in flags else FUSED
+    run = dataclasses.replace(settings_from_flags(flags, devices), fused=fused)
+    return pad(from_flags(flags), run.tp), run
 
 
 def precision(config: dict[str, str]) -> str:
@@ -111,6 +123,8 @@ def _nemo(case: Case, model: Architecture, config: dict[str, str], automodel: bo
     batch = number(config, "gbs") or number(config, "batch_per_dp") * (devices // tp // cp // pp)
     if automodel or fsdp > 1:
         more |= {"zero": 3 if fsdp > 1 else 0, "shards": fsdp if fsdp > 1 else 0, "framework": "fsdp"}
+        if case.kind == "lora time" and devices > 1:  # activation_checkpointing of its recipes for several devices
+            more["recompute"] = "full"
     else:
         more |= {"zero": 1, "etp": 1 if model.experts else 0}
     run = Settings(

@@ -94,6 +94,8 @@ class Case:
     source_device: str = ""
     """As the row has it."""
     unit: str = ""
+    first_seen: str = "9"
+    """Month in which a list of peaks by rank was first published."""
 
     @property
     def size(self) -> str:
@@ -113,14 +115,21 @@ def read_cases(path: str) -> list[Case]:
     with open(path, newline="") as file:
         lines = list(csv.DictReader(file))
     tokens = {(r["what"], r["shape_or_config"], r["source"]) for r in lines if r["unit"].startswith("tokens/s")}
+    # A list by rank is of the run of the peak: its own source names the commit that first had such a file.
+    peaks = {r["what"]: r["source"] for r in lines if r["kind"] == "memory_ci"}
+    lists = [r for r in lines if r["kind"] == "memory_ci_ranks"]
+    first_seen = {r["what"]: match[0] for r in lists if (match := re.search(r"(?<=\()20\d\d-\d\d", r["source"]))}
     cases = []
     for line in lines:
         if not _is_read(line):
             continue
+        if line["kind"] == "memory_ci_ranks":
+            line = {**line, "source": peaks.get(line["what"], line["source"])}
         config = dict(p.partition("=")[::2] for p in _split(line["shape_or_config"]))
         case = Case(line["what"], kind_of(line, config), family_of(line["what"]), config=line["shape_or_config"])
         case.source_device = line["hardware"]
         case.source, case.unit, case.doubtful = line["source"], line["unit"], "note" in config
+        case.first_seen = first_seen.get(line["what"], "9") if line["kind"].startswith("memory") else "9"
         case.low_precision = "fp8" in line["shape_or_config"].lower()
         try:
             twin = (line["what"], line["shape_or_config"], line["source"]) in tokens

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import slow_cases
+
 ROOT = str(Path(__file__).parents[1])
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -22,7 +24,9 @@ LONG = (
 """Files of long tests: begun first, so that no process has one left when the others are done."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items):
+    slow_cases.mark(items)
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
 
 

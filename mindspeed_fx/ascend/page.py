@@ -25,7 +25,10 @@ def page(report: Any) -> str:
         ("torch_npu", v["versions"]["torch_npu"]),
     ]
     sides = [_side(report, i, side) for i, graph in enumerate(report.graphs) for side in graph["sides"]]
-    lead = ["Traced on fake NPU tensors and modelled; nothing ran on an NPU."]
+    lead = [
+        "Traced on fake NPU tensors and modelled; nothing ran on an NPU.",
+        f"Times are those of {report.hardware}, {report.basis}.",
+    ]
     sections = [_summary(report), _kernels(report), _triton(report), _rewrites(report), *sides]
     return sections_page(f"{v['model']} for {report.soc}", lead, facts, sections)
 
@@ -34,8 +37,9 @@ def _summary(report: Any) -> Section:
     section = Section("summary", "With and without the passes")
     if rows := report.comparison():
         section.table(("", "fused", "unfused"), rows)
+        section.text(f"The step: {report.step()}, without the passes {report.step(True)}.")
     else:
-        section.text("Not traced without the passes.")
+        section.text(f"Not traced without the passes. The step: {report.step()}.")
     if report.without_gradient:
         section.head("Trainable parameters without a gradient")
         section.table(("parameter",), [(n,) for n in report.without_gradient])

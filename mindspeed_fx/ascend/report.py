@@ -9,6 +9,8 @@ import pathlib
 from typing import Any
 
 from mindspeed_fx.ascend.text import kernel_text, milliseconds, size
+from mindspeed_fx.cost.hardware import hardware as device
+from mindspeed_fx.cost.training import modelled_step
 
 
 class CrossReport:
@@ -121,6 +123,15 @@ class CrossReport:
             return sum(s["nodes"] for g in values["graphs"] for s in g["sides"])
         return sum(s["cost"][what] for g in values["graphs"] for s in g["sides"])
 
+    @property
+    def basis(self) -> str:
+        """What the constants of the modelled device stand on."""
+        return device(self.hardware).basis
+
+    def step(self, unfused: bool = False) -> str:
+        """The modelled time of the step with the interval in which four of five published runs on such a device are."""
+        return modelled_step(device(self.hardware), self.total("seconds", unfused) or 0.0)
+
     def peak(self, unfused: bool = False) -> int | None:
         """The most bytes alive in any one graph, its inputs (parameters, saved activations) included."""
         values = self.values.get("unfused") if unfused else self.values
@@ -212,13 +223,12 @@ class CrossReport:
         if rows := self.comparison():
             lines += [f"{'':<34}{'fused':>14}{'unfused':>14}"] + [f"  {what:<32}{a:>14}{b:>14}" for what, a, b in rows]
             lines += [
-                f"  modelled time is {self.total('seconds') / self.total('seconds', True):.2f} of the unfused graphs'"
+                f"  modelled time is {self.total('seconds') / self.total('seconds', True):.2f} of the unfused graphs': "
+                f"{self.step()}"
             ]
         else:
-            lines += [
-                f"modelled time of the step on {self.hardware}: {milliseconds(self.total('seconds'))}, "
-                f"{size(self.total('bytes'))} moved"
-            ]
+            lines += [f"modelled time of the step on {self.hardware}: {self.step()}, {size(self.total('bytes'))} moved"]
+        lines += [f"cost model: {self.hardware}, {self.basis}"]
         lines += [
             f"cost model: {note}"
             for note in dict.fromkeys(n for g in self.graphs for s in g["sides"] for n in s["cost"]["notes"])

@@ -6,6 +6,8 @@
   nothing disappear
 * ``square(x)``, ``x * x`` and ``x ** 2`` become ``pow(x, 2)``
 * ``chunk``, ``split``, ``tensor_split`` become ``split_with_sizes``
+* ``cat`` loses the empty vectors that it takes beside tensors of more dimensions, as caches of keys begin with one;
+  of one tensor that lies as it did it disappears
 """
 
 from __future__ import annotations
@@ -209,6 +211,30 @@ def _split(node: fx.Node) -> None:
         _replace(node, aten.split_with_sizes.default, (source, sizes, dim % source.meta["val"].dim()))
 
 
+def _concatenate(node: fx.Node) -> None:
+    tensors, value = node.args[0], node.meta["val"]
+    kept = [n for n in tensors if n.meta["needs_grad"] or tuple(n.meta["val"].shape) != (0,) or value.dim() == 1]
+    if not kept or all(n.meta["val"].dtype != value.dtype for n in kept):
+        return
+    source = kept[0]
+    laid_out_alike = value.stride() == source.meta["val"].stride() and value.dtype == source.meta["val"].dtype
+    if len(kept) == 1 and laid_out_alike and not (_is_seen_outside(node) or _is_seen_outside(source)):
+        node.replace_all_uses_with(source)
+    elif len(kept) < len(tensors):
+        _replace(node, aten.cat.default, (kept, argument(node, "dim")))
+
+
+def _is_seen_outside(node: fx.Node) -> bool:
+    """Whether a caller could tell the memory of ``node`` from that of a copy: it is written, an input or a result."""
+    graph = node.graph
+    outside = [
+        *graph.find_nodes(op="placeholder"),
+        *graph.find_nodes(op="get_attr"),
+        *graph.output_node().all_input_nodes,
+    ]
+    return node.meta["mutated"] or any(_same_storage(node, n) for n in outside)
+
+
 _SPELLINGS: dict[Any, Callable[[fx.Node], None]] = {
     **dict.fromkeys(
         (
@@ -236,6 +262,7 @@ _SPELLINGS: dict[Any, Callable[[fx.Node], None]] = {
         ),
         _split,
     ),
+    aten.cat.default: _concatenate,
     aten.dropout.default: _dropout,
     aten.mul.Tensor: _square,
     aten.square.default: _square,

@@ -246,7 +246,8 @@ def by_coordinate(mesh: Any, dim: int, value: Callable[[int], int]) -> Any:
     from torch.distributed._local_tensor import LocalIntNode, local_tensor_mode
 
     if local_tensor_mode() is None:
-        return value(mesh.get_local_rank(dim))
+        # get_local_rank asks the group by its name, which after a destroyed group of that name is the old one's
+        return value(mesh.get_coordinate()[dim])
     values = {rank: value(place) for rank, place in _places(mesh, dim).items()}
     return torch.SymInt(LocalIntNode(values)) if len(set(values.values())) > 1 else next(iter(values.values()))
 
@@ -257,7 +258,7 @@ def entry_by_coordinate(mesh: Any, dim: int, table: Sequence[Any], device: torch
     from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
 
     if local_tensor_mode() is None:
-        return torch.tensor(table, device=device).narrow(0, mesh.get_local_rank(dim), 1).squeeze(0)
+        return torch.tensor(table, device=device).narrow(0, mesh.get_coordinate()[dim], 1).squeeze(0)
     return LocalTensor({rank: torch.tensor(table[place], device=device) for rank, place in _places(mesh, dim).items()})
 
 

@@ -46,8 +46,7 @@ def add_inputs(gm: fx.GraphModule, added: Sequence[torch.Tensor], stem: str) -> 
     to trace them with: sizes that do not change.
     """
     inputs = gm.graph.find_nodes(op="placeholder")
-    mode = tracing.fake_mode_of([n.meta.get("example_value") for n in inputs])
-    fakes = [t if mode is None else mode.from_tensor(t, static_shapes=True) for t in added]
+    fakes = of_fixed_sizes(gm, added)
     with gm.graph.inserting_after(inputs[-1]):
         for k, fake in reversed(list(enumerate(fakes))):
             new = gm.graph.placeholder(f"{stem}_{k}")
@@ -55,6 +54,15 @@ def add_inputs(gm: fx.GraphModule, added: Sequence[torch.Tensor], stem: str) -> 
             new._dynamo_source = None  # AOTAutograd asks every input
     gm.recompile()
     return fakes
+
+
+def of_fixed_sizes(gm: fx.GraphModule, tensors: Sequence[torch.Tensor | None]) -> list[Any]:
+    """What to trace inputs of Dynamo's graph with that Dynamo has not seen, such as a rank's parts of parameters: no
+    size of them is a symbol, as AOTAutograd would make it of a tensor without a context.
+    """
+    mode = tracing.fake_mode_of([n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder")])
+    detached = [t if t is None else t.detach() for t in tensors]
+    return [t if t is None or mode is None else mode.from_tensor(t, static_shapes=True) for t in detached]
 
 
 def read_through(

@@ -63,28 +63,28 @@ PRIOR = _record(
 )
 FITTED = {
     "ascend": _record(
-        "fit to 165 published runs and 19 kernels on 910B (benchmarks/fit_runs.py)",
-        {"legacy": (1.085, 0.02), "mindspore": (1.069, 0.02)},
+        "fit to 169 published runs and 19 kernels on 910B (benchmarks/fit_runs.py)",
+        {"legacy": (1.076, 0.02), "mindspore": (1.046, 0.02)},
         host=(12e-6, 0.40),
-        contention=(0.151, 0.49),
-        exposed_sends=(0.990, 0.29),
-        imbalance=(1.201, 0.09),
-        permutation=(4.28, 0.27),
+        contention=(0.478, 0.13),
+        exposed_sends=(1.002, 0.29),
+        imbalance=(1.189, 0.09),
+        permutation=(3.77, 0.27),
         early_attention=(2.0, 0.3),
-        microbatch=(12.2e-3, 0.30),
-        step=(0.0264, 0.52),
+        microbatch=(7.79e-3, 0.45),
+        step=(0.0232, 0.55),
     ),
     "h100": _record(
-        "fit to 87 published runs and 7 kernels on H100 (benchmarks/fit_runs.py)",
-        {"fsdp": (1.003, 0.04)},
+        "fit to 89 published runs and 7 kernels on H100 (benchmarks/fit_runs.py)",
+        {"fsdp": (1.024, 0.04)},
         host=(8e-6, 0.40),
-        contention=(0.768, 0.20),
+        contention=(0.772, 0.19),
         exposed_sends=(1.0, 0.3),
-        imbalance=(1.131, 0.08),
-        permutation=(1.289, 0.38),
-        early_attention=(2.543, 0.14),
-        microbatch=(3.5e-3, 0.97),
-        step=(0.0293, 0.70),
+        imbalance=(1.099, 0.08),
+        permutation=(1.059, 0.41),
+        early_attention=(2.586, 0.14),
+        microbatch=(2.53e-3, 0.98),
+        step=(0.0320, 0.66),
     ),
     "a100": _record(
         "fit to 188 published runs on A100 (benchmarks/fit_runs.py)",
@@ -100,9 +100,9 @@ FITTED = {
     ),
 }
 ERRORS = {
-    "ascend": {"dense": 0.14, "small": 0.10, "experts": 0.51},
-    "h100": {"dense": 0.10, "small": 0.10, "experts": 0.29},
-    "a100": {"dense": 0.10, "small": 0.10, "experts": 0.29},
+    "ascend": {"dense": 0.13, "small": 0.10, "experts": 0.51},
+    "h100": {"dense": 0.09, "small": 0.09, "experts": 0.21},
+    "a100": {"dense": 0.09, "small": 0.09, "experts": 0.21},
 }
 """Group of devices -> class of runs -> what the logarithm of published over modelled seconds is within for four of five
 runs, their family left out of the fits (benchmarks/results): on 910B 106 dense runs, 16 small ones and 4 with experts,
@@ -133,3 +133,9 @@ def interval_of(hw: Hardware, kind: str) -> tuple[float, float]:
     known = ERRORS.get(group_of(hw), {}) if hw.fitted else {}
     error = known.get(kind, UNFITTED)
     return math.exp(-error), math.exp(error)
+
+
+def modelled_step(hw: Hardware, seconds: float, unit: float = 1e3, name: str = "ms", kind: str = "dense") -> str:
+    """A modelled time of a step as every page shows it: with the interval that :func:`interval_of` gives."""
+    low, high = (seconds * factor * unit for factor in interval_of(hw, kind))
+    return f"{seconds * unit:,.4g} {name} ({low:,.3g} to {high:,.3g})"

@@ -37,6 +37,7 @@ from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
     rope_scaling,
     rotary,
     several_tensors,
+    torch_fsdp2,
     uneven,
     wide_norms,
     zero_experts,
@@ -57,6 +58,7 @@ def table() -> list[Patch]:
         _everywhere()
         + uneven.table()
         + wide_norms.table()
+        + torch_fsdp2.table()
         + _data_parallel()
         + _optimizers()
         + _without_transformer_engine()

@@ -29,6 +29,11 @@ ATTENTION = "transformer.attention:Attention.__init__"
 CONFIG = "transformer.transformer_config:TransformerConfig.__post_init__"
 ROTARY_LENGTH = "models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.get_rotary_seq_len"
 
+OPTIONS = {"disable": ["overlap.decompose", "overlap.bucket", "overlap.schedule"]}
+"""Of the backend, where ranks hold unequal parts: their collectives stay in the program's order. What these passes
+choose follows from sizes, and ranks of other sizes would choose another order.
+"""
+
 _sequence: int | None = None
 """Tokens of a sequence on all ranks together; None where ranks share everything evenly."""
 

@@ -16,6 +16,7 @@ from mindspeed_fx.megatron.patches import EVERYWHERE, Patch
 from mindspeed_fx.megatron.run_arguments import training_arguments
 
 TARGET = "transformer.module:Float16Module.__init__"
+LOAD = "optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states"
 
 
 def float16_module_init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -41,6 +42,17 @@ def _to(narrow: torch.dtype) -> Callable[..., Tensor]:
     return lambda module, inputs, output: output.to(narrow)
 
 
+@torch.no_grad()
+def set_states(self: Any, *args: Any, **kwargs: Any) -> None:
+    """``DistributedOptimizer._set_main_param_and_optimizer_states``, which writes float32 parameters themselves: views
+    of leaves that require gradients.
+    """
+    patches.original(LOAD)(self, *args, **kwargs)
+
+
 def table() -> list[Patch]:
-    """The patch."""
-    return [Patch(TARGET, float16_module_init, "--init-norm-weight-in-fp32 keeps norms in float32", EVERYWHERE)]
+    """The patches."""
+    return [
+        Patch(TARGET, float16_module_init, "--init-norm-weight-in-fp32 keeps norms in float32", EVERYWHERE),
+        Patch(LOAD, set_states, "a checkpoint's values are written into parameters of float32", EVERYWHERE),
+    ]

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any, Iterable, Mapping, Sequence
 
+from mindspeed_fx.cost.hardware import hardware
+from mindspeed_fx.cost.training import modelled_step
 from mindspeed_fx.report import measured, modelled
 from mindspeed_fx.report.answers.base import Answer, Facts, mib
 from mindspeed_fx.report.diffs import is_changed, lowered_counts
@@ -187,14 +189,19 @@ def _file(record: GraphRecord, name: str) -> str:
 
 
 def _answer(cost: Sequence[Mapping[str, Any]]) -> str:
-    """The forward before and after the passes, modelled, in a sentence; "" where nothing is modelled."""
+    """The forward before and after the passes, and the step with its interval and what the device's constants stand on,
+    modelled; "" where nothing is modelled.
+    """
     by_stage = {row["stage"]: row for row in cost}
     if not {"captured", "forward"} <= set(by_stage):
         return ""
     before, after = by_stage["captured"], by_stage["forward"]
+    hw = hardware(after["hardware"])
+    step = sum(by_stage[stage]["seconds"] for stage in ("forward", "backward") if stage in by_stage)
     return (
         f"Forward, modelled for {after['hardware']}: {before['seconds'] * 1e6:,.0f} us in {before['kernels']} kernels "
-        f"before the passes, {after['seconds'] * 1e6:,.0f} us in {after['kernels']} after them."
+        f"before the passes, {after['seconds'] * 1e6:,.0f} us in {after['kernels']} after them. The step is "
+        f"{modelled_step(hw, step)}; constants {hw.basis}."
     )
 
 

@@ -140,7 +140,15 @@ def about(record: GraphRecord) -> str:
         if record.effective["codegen"] == "inductor"
         else "a kernel for every operator"
     )
-    return f"modelled for {_hardware_name(record)}, not measured: {how}, collectives not overlapped"
+    return f"modelled for {_hardware_name(record)} ({basis(record)}), not measured: {how}, collectives not overlapped"
+
+
+def basis(record: GraphRecord) -> str:
+    """What the constants of the record's hardware stand on; "" where none is known."""
+    from mindspeed_fx.cost.hardware import hardware as device
+
+    name = _hardware_name(record)
+    return "" if name is None else device(name).basis
 
 
 def text(record: GraphRecord) -> list[str]:

@@ -8,6 +8,7 @@ import textwrap
 from collections import Counter
 from typing import Any, Iterable, Mapping, Sequence
 
+from mindspeed_fx.cost.training import modelled_step
 from mindspeed_fx.report import measured
 from mindspeed_fx.report.answers.base import mib, ms
 from mindspeed_fx.report.facts import step_totals
@@ -70,7 +71,8 @@ def _step(report: Any) -> str:
         return ""
     forms = report.graphs[0].what_if
     before = next((v for v in forms.variants if v.name == "level 0" and not v.error), None) if forms else None
-    words = f"step, modelled: {ms(totals['seconds'])}, peak {mib(totals['peak'])}"
+    hw = next(iter(estimates(report.graphs[0]).values())).hardware
+    words = f"step, modelled: {modelled_step(hw, totals['seconds'])}, peak {mib(totals['peak'])}"
     words += f"; at level 0 {ms(before.seconds)}, peak {mib(before.peak)}" if before else ""
     compiled = next((s for s in report.measured.steps if s.name == "compiled"), None) if report.measured else None
     if compiled is not None and compiled.seconds and compiled.modelled_seconds:

@@ -152,7 +152,7 @@ def localize(
         return gm, list(inputs), lambda compiled: compiled
     from torch.distributed.tensor import DTensor
 
-    from mindspeed_fx.compat import dtensor
+    from mindspeed_fx.compat import dtensor, graph_inputs
     from mindspeed_fx.sharding.inputs import InputCheck
     from mindspeed_fx.sharding.spmd.program import Program
 
@@ -161,7 +161,8 @@ def localize(
     random_call = next((n for graph in (gm, *bodies(gm)) for n in graph.graph.nodes if draws(n)), None)
     check = InputCheck(result.sharding, arguments_of(placeholders, inputs, values, result), inputs, random_call)
     program = result.program = Program(gm, result.plan, result.sharding.mesh, values)
-    local = [x.to_local().detach().requires_grad_(x.requires_grad) if isinstance(x, DTensor) else x for x in inputs]
+    local = graph_inputs.of_fixed_sizes(gm, [x.to_local() if isinstance(x, DTensor) else None for x in inputs])
+    local = [x if part is None else part.requires_grad_(x.requires_grad) for x, part in zip(inputs, local)]
 
     def wrap(compiled: Callable) -> Callable:
         def run(*args: Any) -> Any:

@@ -4,6 +4,7 @@ error.
 
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -104,6 +105,7 @@ def test_a_module_from_python(tmp_path):
         and "mindspeed.cross_entropy" in page
         and "http" not in page.split("<body>")[0]
     )
+    assert "fitted to matrix products" in page and re.search(r"ms \([\d.]+ to [\d.]+\)", page)
     assert values["soc"] == "Ascend910B3" and "Ascend910B3" in str(report) and "nothing ran on an NPU" in str(report)
 
 
@@ -128,6 +130,8 @@ def test_a_script_from_the_command(tmp_path, capsys):
     assert "fusion.swiglu" in out and "bytes moved" not in out
     (row,) = [line.split() for line in out.splitlines() if line.startswith("  aten.mm ")]
     assert int(row[1]) > 20 and row[-1] == "ms" and "modelled on ascend910b2" in out
+    assert re.search(r"modelled time of the step on ascend910b2: [\d.,]+ ms \([\d.,]+ to [\d.,]+\)", out)
+    assert "cost model: ascend910b2, fitted to matrix products" in out
     values = json.loads((tmp_path / "a.json").read_text())
     assert (
         values["options"]["level"] == 1

@@ -55,6 +55,22 @@ def targets(gm):
         ),
         (
             [
+                lambda x: torch.cat([torch.tensor([]), x.relu()], -1).exp(),
+                lambda x: torch.cat([x.relu()], 0).exp(),
+                lambda x: x.relu().exp(),
+            ],
+            [aten.relu.default, aten.exp.default],
+        ),
+        (
+            [
+                lambda x: torch.cat([torch.tensor([]), x, x], -1),
+                lambda x: torch.cat([x, torch.tensor([]), x], -1),
+                lambda x: torch.cat([x, x], -1),
+            ],
+            [aten.cat.default],
+        ),
+        (
+            [
                 lambda x: x.double(),
                 lambda x: x.to(torch.float64),
                 lambda x: x.type(torch.float64),

@@ -1,6 +1,7 @@
 """The option ``hardware`` and the modelled cost in reports and dumps."""
 
 import json
+import re
 
 import pytest
 import sympy
@@ -102,8 +103,10 @@ def test_other_hardware_without_compiling_again(eager):
 
 
 def test_text_dump_and_html(eager, tmp_path):
-    assert "modelled for ascend910b2, not measured: a kernel for every operator" in str(eager)
+    assert "modelled for ascend910b2 (fitted to matrix products, attention," in str(eager)
+    assert "), not measured: a kernel for every operator" in str(eager)
     eager.save(str(tmp_path))
+    assert re.search(r"step, modelled: [\d.]+ ms \([\d.]+ to [\d.]+\)", str(eager))
     folder = tmp_path / "rank0" / "graph0"
     index, page, values = (
         (folder / "index.md").read_text(),
@@ -116,6 +119,7 @@ def test_text_dump_and_html(eager, tmp_path):
         and "Modelled cost" in page
         and "modelled us" in page
     )
+    assert re.search(r"The step is\s+[\d.]+ ms \([\d.]+ to [\d.]+\); constants fitted to", page)
     assert [r["stage"] for r in values["modelled"]] == ["captured", "forward", "backward"] and values["modelled"][0][
         "operators"
     ]

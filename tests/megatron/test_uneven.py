@@ -98,7 +98,7 @@ def counted(graphs, gm, inputs):
     from torch._dynamo.backends.registry import lookup_backend
 
     graphs.append(gm)
-    return lookup_backend("mindspeed")(gm, inputs, options={"codegen": "eager"})
+    return lookup_backend("mindspeed")(gm, inputs, options={"codegen": "eager", **uneven.OPTIONS})
 
 
 RECOMPUTED = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)

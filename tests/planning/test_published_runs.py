@@ -13,9 +13,10 @@ import pytest
 from benchmarks import published_runs
 from benchmarks.fit_runs import PARAMETERS, with_values
 from benchmarks.published_rows import read_cases
+from benchmarks.published_scripts import kept_flags, launch_of, scripts
 
 HERE = Path(__file__).parent
-MEDIANS = {"ascend": 0.0684, "gpu": 0.0137, "memory": 0.0697}
+MEDIANS = {"ascend": 0.0684, "gpu": 0.0108, "memory": 0.0452}
 """Median size of the error when the constants were fitted."""
 
 
@@ -92,3 +93,21 @@ def test_a_run_that_the_model_refuses_is_named_and_the_others_are_predicted(tmp_
     first.run = dataclasses.replace(first.run, tp=1, pp=first.run.devices, vpp=99)
     assert [r.case for r in published_runs.predict_all(cases, [], leave_out=False)] == [second]
     assert first.reason.startswith("refused: settings: pp=") and "layers" in first.reason
+
+
+def test_a_row_that_names_a_script_has_the_scripts_settings(tmp_path):
+    """The table has four layers; its script has two of them without work, and a layer of further tokens."""
+    text = (HERE / "published_ascend.csv").read_text().splitlines()
+    row = next(line for line in text if "deepseek_v3_mcore_tp1_pp2_ep4" in line)
+    (tmp_path / "named.csv").write_text("\n".join((text[0], row)))
+    (tmp_path / "unnamed.csv").write_text("\n".join((text[0], row.partition("; script")[0] + '"' * row.count('"'))))
+    (named,), (unnamed,) = (read_cases(str(tmp_path / f"{name}.csv")) for name in ("named", "unnamed"))
+    assert (named.model.layers, named.model.mtp_layers, named.run.empty_layers) == (2, 1, (2, 3))
+    assert (unnamed.model.layers, unnamed.model.mtp_layers, unnamed.run.empty_layers) == (4, 0, ())
+
+
+def test_scripts_are_kept_as_the_flags_that_a_prediction_reads():
+    words = "--num-layers 2 --lr 1e-5 --bf16 --data-path data --hidden-size 64".split()
+    assert kept_flags(words) == "--bf16 --hidden-size 64 --num-layers 2"
+    assert launch_of("github.com/Ascend/MindSpeed-LLM tests/x.json @0000000 (2026); script tests/none.sh") is None
+    assert all(devices > 0 and "--num-layers" in flags for devices, flags in scripts().values())

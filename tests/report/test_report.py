@@ -241,7 +241,7 @@ def test_the_text_answers_first_and_fits_a_terminal(report):
         "fused: 2 of 2 attention, 5 of 5 norms, 4 of 4 rotations, 2 of 2 gates, 1 of 1 losses",
     ]
     assert re.match(r"forward, modelled: \d+ -> \d+ us, \d+ -> \d+ kernels, [\d.]+ -> [\d.]+ MB", lines[3])
-    assert re.match(r"step, modelled: [\d.]+ ms, peak [\d.]+ KiB$", lines[4])
+    assert re.match(r"step, modelled: [\d.]+ ms \([\d.]+ to [\d.]+\), peak [\d.]+ KiB$", lines[4])
     (idle,) = [line for line in lines if line.startswith("nothing to do: ")]
     assert idle == f"nothing to do: {len(report.idle)} passes; report.idle and the page say why"
     assert not [name for name in report.idle if name in "\n".join(lines)]

@@ -7,8 +7,11 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
+import mindspeed_fx
 from mindspeed_fx.planning.simulate import simulate
 from mindspeed_fx.sharding.plan import Boundary, Plan, ShardingError
 from mindspeed_fx.sharding.presets import named_plan
@@ -102,6 +105,17 @@ def test_a_packed_projection_is_divided_piece_by_piece(take):
     assert result.whole == []
 
 
+def test_parts_of_parameters_have_no_symbols(ranks):
+    """Rank 0 of two alone, as a user compiles it: AOTAutograd had made a symbol of what only a part's size is."""
+    ranks(2)
+    model = Packed()
+    model = mindspeed_fx.parallelize(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), plan_of(model))
+    options = {"codegen": "eager"}
+    step = torch.compile(model, backend="mindspeed", fullgraph=True, dynamic=False, options=options)
+    step(torch.randn(2, 8, 16, dtype=torch.float64)).backward()
+    assert dict(model.named_parameters())["o.weight"].grad.placements == (Shard(1),)
+
+
 def test_pieces_that_ranks_cannot_share_are_refused():
     model, x = Packed(), torch.randn(2, 8, 16, dtype=torch.float64)
     plan = Plan("packed", ("tp",), {"qkv.*": {"tp": "S(0:30+1+1)"}})
@@ -142,7 +156,6 @@ def trains_alike_and_loads_anywhere(rank, store, folder):
     """Two steps of AdamW with clipping as one device, whose checkpoint loads under a plan of other parts."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.device_mesh import init_device_mesh
 
     import mindspeed_fx
 

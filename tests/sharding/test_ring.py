@@ -7,9 +7,11 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
 
 import mindspeed_fx  # noqa: F401  registers the operators
 from mindspeed_fx.cost.ring import ring_seconds
@@ -206,3 +208,18 @@ def test_a_model_without_gradient():
     model = Llama(layers=1).double().requires_grad_(False)
     ids = torch.randint(0, 64, (2, 16))
     assert abs(simulate(model, {"cp": 2}, "ring", ids, ids).outputs[0] - model(ids, ids)) < 1e-12
+
+
+@pytest.mark.slow
+def test_a_second_process_group_of_one_process(ranks):
+    """It has the name of the first, by which torch finds the old group as long as a compiled step holds it."""
+    ids = torch.randint(0, 32, (4, 8))
+    for _ in range(2):
+        torch._dynamo.reset()
+        ranks(2)
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        model = mindspeed_fx.parallelize(Llama(1), mesh, "ring")
+        step = torch.compile(model, backend="mindspeed", dynamic=False, options={"codegen": "eager"})
+        step(ids, ids.roll(1, 1)).backward()
+        assert all(p.grad is not None for p in model.parameters())
+        dist.destroy_process_group()

@@ -4,6 +4,7 @@ as if nothing had been."""
 from __future__ import annotations
 
 import _thread
+import signal
 import threading
 
 import pytest
@@ -82,8 +83,12 @@ def test_an_interrupt_from_a_terminal_ends_a_compilation(monkeypatch):
 
     monkeypatch.setattr(Pipeline, "run", stop)
     torch._dynamo.reset()
-    with pytest.raises(KeyboardInterrupt):
-        train(model, inputs)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever a test before put there
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(model, inputs)
+    finally:
+        signal.signal(signal.SIGINT, handler)
     torch._dynamo.reset()
     agree(train(model, inputs), train(model, inputs, None))
 

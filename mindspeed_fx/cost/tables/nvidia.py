@@ -10,16 +10,16 @@ AUTOPARALLEL = "AutoParallel (meta-pytorch), constants of its cost model"
 
 
 H100_FIT = {
-    "source": "fit to 87 published runs and 7 kernels on H100",
+    "source": "fit to 89 published runs and 7 kernels on H100",
     "measured": ("matrix products", "vector kernels", "training runs"),
-    "matrix_efficiency": (0.766, 0.05),
-    "product_ramp": (258, 0.42),
-    "attention_forward": (0.530, 0.21),
-    "attention_backward": (0.421, 0.17),
-    "attention_ramp": (283, 0.67),
-    "memory_efficiency": (0.556, 0.03),
-    "launch": (5.3e-6, 0.47),
-    "nvlink": (0.587, 0.14),
+    "matrix_efficiency": (0.763, 0.05),
+    "product_ramp": (184, 0.48),
+    "attention_forward": (0.551, 0.21),
+    "attention_backward": (0.435, 0.17),
+    "attention_ramp": (309, 0.66),
+    "memory_efficiency": (0.554, 0.03),
+    "launch": (4.1e-6, 0.48),
+    "nvlink": (0.589, 0.14),
     "network": (0.950, 0.21),
 }
 A100_FIT = {

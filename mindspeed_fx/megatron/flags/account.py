@@ -211,8 +211,8 @@ def backend_options(args: Namespace) -> dict[str, Any]:
         if flag.options is None or not flag.is_requested(args, frozenset()):
             continue
         for name, value in flag.options(args).items():
-            if name == "enable":
-                merged["enable"] = list(dict.fromkeys([*merged.get("enable", []), *value]))
+            if name in ("enable", "disable"):
+                merged[name] = list(dict.fromkeys([*merged.get(name, []), *value]))
             elif merged.setdefault(name, value) != value:
                 raise FlagError(f'{flag.key} asks for option "{name}" {value!r}, other flags for {merged[name]!r}')
     Options.parse(merged, environ={})

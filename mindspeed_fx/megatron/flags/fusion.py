@@ -208,7 +208,8 @@ FLAGS = [
         "--fix-router",
         OPTION,
         "tokens go to experts in turn, whatever the router says (a benchmark)",
-        "choice j of token i is expert (i k + j) mod E, with the token's j-th largest weight; losses mean nothing",
+        "choice j of token i is expert (i k + j) mod E, zero experts included, with the token's j-th largest weight; "
+        "losses mean nothing",
         act=_fix_router,
         shown_by="test_tokens_go_to_experts_in_turn",
     ),

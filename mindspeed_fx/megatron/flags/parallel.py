@@ -54,6 +54,7 @@ def _share_experts(args: Namespace) -> str:
 
 
 FSDP = "remove it; Megatron's --use-distributed-optimizer and --use-megatron-fsdp divide states and weights"
+FSDP2 = "remove it; Megatron's --use-torch-fsdp2 divides layer by layer, and --use-distributed-optimizer states"
 ONE_DIMENSION = "remove it; --tensor-model-parallel-size with --sequence-parallel divides in one dimension"
 
 FLAGS = [
@@ -108,7 +109,7 @@ FLAGS = [
     switch("--layerzero", REFUSED, "weights gathered layer by layer", FSDP, skip=True),
     setting("--layerzero-config", "--layerzero", None, str),
     switch("--enable-zero3", REFUSED, "weights divided over data-parallel ranks", FSDP, skip=True),
-    word("--fsdp2-config-path", None, REFUSED, "settings of torch's FSDP2", FSDP),
+    word("--fsdp2-config-path", None, REFUSED, "settings of torch's FSDP2", FSDP2),
     switch(
         "--use-custom-fsdp",
         MEGATRON,

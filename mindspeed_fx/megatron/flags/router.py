@@ -64,7 +64,7 @@ def _biased_softmax(args: Namespace) -> str:
     has_bias = bool(get(args, "moe_router_enable_expert_bias"))
     args.moe_router_enable_expert_bias = False  # Megatron's configuration refuses it beside a softmax
     _is_plain(args, "softmax_topk")
-    for name in ("norm_topk_prob", "fix_router", "moe_shared_expert_intermediate_size"):
+    for name in ("norm_topk_prob", "moe_shared_expert_intermediate_size"):
         if get(args, name):
             raise NotDone(f"beside a bias of experts or --num-zero-experts: remove --{name.replace('_', '-')}")
     return _set(

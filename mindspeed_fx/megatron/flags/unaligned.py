@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from typing import Any
 
 from mindspeed_fx.megatron.flags.flag import OPTION, NotDone, get, switch
 
@@ -69,16 +70,24 @@ def _start(args: Namespace) -> None:
     uneven.allow(args.seq_length)
 
 
+def _options(args: Namespace) -> dict[str, Any]:
+    from mindspeed_fx.megatron import uneven
+
+    ranks = get(args, "tensor_model_parallel_size", 1) or 1
+    return uneven.OPTIONS if ranks > 1 and _uneven_sizes(args, ranks) else {}
+
+
 FLAGS = [
     switch(
         NAME,
         OPTION,
         "heads, widths and tokens that tensor-parallel ranks do not share evenly",
         "query groups with their heads, channels of the MLP and tokens of sequence parallelism by parts that differ by "
-        "one; the vocabulary is padded as ever; an error with experts, latent attention, multi-token prediction, "
-        "context parallelism or a torch_dist checkpoint",
+        "one, collectives in the program's order; the vocabulary is padded as ever; an error with experts, latent "
+        "attention, multi-token prediction, context parallelism or a torch_dist checkpoint",
         act=_act,
         start=_start,
+        options=_options,
     ),
 ]
 """Rows of the table."""

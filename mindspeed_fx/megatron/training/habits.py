@@ -5,7 +5,6 @@ checks them: what the compiler does anyway is switched off there, and said in on
 from __future__ import annotations
 
 import importlib.util
-import inspect
 from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any, Callable
@@ -119,22 +118,11 @@ def refuse(args: Namespace) -> None:
         ValueError: one of them is asked for; the message names it.
     """
     _refuse_flex(args)
-    if getattr(args, "use_torch_fsdp2", False) and not _finishes_fsdp():
-        raise ValueError(
-            "--use-torch-fsdp2: this Megatron-core's TorchFullyShardedDataParallel fails in its first step "
-            "(finish_grad_sync takes no force_all_reduce); --use-distributed-optimizer divides the optimizer's state"
-        )
     if getattr(args, "use_megatron_fsdp", False) and groups.kind() != "cuda":
         raise ValueError(
             f"--use-megatron-fsdp needs CUDA, which it names, and this is {groups.kind()}; --use-distributed-optimizer "
             "divides the optimizer's state"
         )
-
-
-def _finishes_fsdp() -> bool:
-    from megatron.core.distributed.torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
-
-    return "force_all_reduce" in inspect.signature(TorchFullyShardedDataParallel.finish_grad_sync).parameters
 
 
 def _refuse_flex(args: Namespace) -> None:

@@ -64,6 +64,22 @@ def softmax(scores: torch.Tensor) -> torch.Tensor:
     return F.softmax(scores, -1)
 
 
+def head_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Of queries and keys: rows as short as a head is wide."""
+    return F.rms_norm(x, (x.shape[-1],), weight)
+
+
+def rotation(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Of queries and keys by their positions."""
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+def nll(logits: torch.Tensor) -> torch.Tensor:
+    """A loss over a vocabulary, of the first word."""
+    return logits.logsumexp(-1) - logits[:, 0]
+
+
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Of [batch, heads, sequence, width]."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -90,6 +106,9 @@ SIZES: dict[str, dict[str, tuple[tuple[int, ...], ...]]] = {
         "swiglu": ((256, 512), (1024, 1408), (2048, 2048)),
         "residual_norm": ((256, 512), (1024, 512), (2048, 2048)),
         "softmax": ((1024, 512), (2048, 2048)),
+        "head_norm": ((8192, 64), (4096, 128)),
+        "rotation": ((8192, 64), (4096, 128)),
+        "nll": ((512, 8192), (1024, 8192)),
     },
     "device": {
         "product": (
@@ -103,6 +122,9 @@ SIZES: dict[str, dict[str, tuple[tuple[int, ...], ...]]] = {
         "swiglu": ((1024, 4096), (8192, 4096), (8192, 14336)),
         "residual_norm": ((1024, 4096), (8192, 4096), (8192, 8192)),
         "softmax": ((8192, 2048), (8192, 8192)),
+        "head_norm": ((131072, 128), (262144, 128)),
+        "rotation": ((131072, 128), (262144, 128)),
+        "nll": ((2048, 32768), (8192, 32768)),
     },
 }
 """m, k, n of products; batch, heads, sequence, width of attention; rows and columns."""
@@ -110,6 +132,9 @@ POINTWISE: dict[str, tuple[Callable[..., torch.Tensor], int, bool]] = {
     "swiglu": (swiglu, 2, False),
     "residual_norm": (residual_norm, 2, True),
     "softmax": (softmax, 1, False),
+    "head_norm": (head_norm, 1, True),
+    "rotation": (rotation, 3, False),
+    "nll": (nll, 1, False),
 }
 """Function, tensors of the whole size, whether it has a weight of a row's size."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import time
@@ -17,6 +18,8 @@ BUSY = 0.1
 FEWEST = 5
 """Timings of which a median is taken, however long they take; :data:`SLOW` seconds each excepted."""
 SLOW = 2.0
+FILLED = 2**27
+"""Bytes that are more than any last-level cache of a processor's socket share holds."""
 
 
 @dataclass(frozen=True)
@@ -68,23 +71,43 @@ def synchronize(device: torch.device) -> None:
         getattr(torch, device.type).synchronize()
 
 
-def time_step(step: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...], calls: int) -> tuple[float, float]:
+def time_step(
+    step: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...], calls: int, cold: bool = False
+) -> tuple[float, float]:
     """Seconds of a forward and of a backward; ``calls`` of each are given to the device at once.
 
     Args:
         step: returns one tensor with a gradient.
         inputs: leaves.
+        cold: a processor's caches hold none of the operands: a model's weights and saved tensors are elsewhere too, and
+            the cost model has no cache of a processor.
     """
     device = inputs[0].device
     for tensor in inputs:
         tensor.grad = None
+    if cold:
+        fill_caches()
     start = clock(device)
     results: list[Any] = [step(*inputs) for _ in range(calls)]
     middle = clock(device)
-    for result in results:
-        result.backward(result.detach())
+    gradients = [result.detach() for result in results]
+    if cold:
+        fill_caches()
+    begin = clock(device)
+    for result, gradient in zip(results, gradients):
+        result.backward(gradient)
     end = clock(device)
-    return (middle - start) / calls, (end - middle) / calls
+    return (middle - start) / calls, (end - begin) / calls
+
+
+@functools.cache
+def _others(count: int) -> torch.Tensor:
+    return torch.zeros(count, dtype=torch.uint8)
+
+
+def fill_caches() -> None:
+    """Fill a processor's caches with what nobody needs."""
+    _others(FILLED).add_(1)
 
 
 class ProcessorWatch:

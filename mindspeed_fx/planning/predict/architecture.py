@@ -162,8 +162,12 @@ FLAGS = {
     "--v-head-dim": "v_dim",
     "--mtp-num-layers": "mtp_layers",
     "--window-size": "window",
+    "--sliding-window": "window",
+    "--moe-intermediate-size": "expert_ffn",
+    "--qk-nope-head-dim": "head_dim",
+    "--qk-rope-head-dim": "rope_dim",
 }
-"""Flag of Megatron or MindSpeed-LLM -> field."""
+"""Flag of Megatron or MindSpeed-LLM, former names too -> field."""
 VOCABULARY = ("--padded-vocab-size", "--vocab-size")
 
 
@@ -220,7 +224,7 @@ def from_flags(flags: Sequence[str]) -> Architecture:
     missing = [f for f in ("--num-layers", "--hidden-size", "--num-attention-heads") if f not in texts]
     if missing:
         raise OptionError(f"the launch has no {', '.join(missing)}: the model cannot be told from it")
-    sizes["gated"] = "--swiglu" in texts
+    sizes["gated"] = "--swiglu" in texts or "--geglu" in texts
     sizes.setdefault("ffn", 4 * sizes["hidden"])
     sizes.setdefault("kv_heads", sizes["heads"])
     vocab = texts.get("--padded-vocab-size") or texts.get("--vocab-size") or "32000"

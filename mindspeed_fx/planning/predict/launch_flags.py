@@ -25,14 +25,18 @@ NUMBERS = (
     "--recompute-num-layers",
     "--lora-r",
     "--coc-parallel-num",
+    "--output-layer-slice-num",
 )
 SWITCHES = {
     "--overlap-grad-reduce": "overlap_gradients",
     "--overlap-param-gather": "overlap_parameters",
     "--use-ascend-mc2": "overlap_tp",
+    "--use-mc2": "overlap_tp",
     "--use-ascend-coc": "overlap_tp",
     "--recompute-activation-function": "recompute_activation",
     "--reuse-fp32-param": "reuse_float32",
+    "--enable-recompute-layers-per-pp-rank": "recompute_per_rank",
+    "--recompute-norm": "recompute_norms",
 }
 FUSED_FLAGS = {
     "--use-flash-attn": "attention",
@@ -65,6 +69,10 @@ def settings_from_flags(flags: Sequence[str], devices: int) -> Settings:
     values["recompute"] = granularity if granularity in ("full", "selective") else "none"
     if texts.get("--recompute-method") == "block":
         values["recompute_layers"] = int(texts.get("--recompute-num-layers") or 0)
+    values["loss_chunks"] = int(texts.get("--output-layer-slice-num") or 1)
+    if (level := texts.get("--moe-zero-memory", "disable")) != "disable":
+        values["expert_memory"] = level
+    values["empty_layers"] = tuple(int(n) for n in texts.get("--noop-layers", "").split(",") if n.strip().isdigit())
     algorithm = texts.get("--context-parallel-algo", "")
     if "--use-ascend-coc" in texts:
         values["tp_chunks"] = int(texts.get("--coc-parallel-num") or 1)
@@ -74,7 +82,7 @@ def settings_from_flags(flags: Sequence[str], devices: int) -> Settings:
     values["zero"] = 3 if sharded else 1 if "--use-distributed-optimizer" in texts else 0
     values["sequence_parallel"] = "--sequence-parallel" in texts or values.get("tp", 1) == 1
     values["precision"] = "float16" if "--fp16" in texts else "bfloat16" if "--bf16" in texts else "float32"
-    values["float32_gradients"] = "--fp16" not in texts
+    values["float32_gradients"] = not {"--fp16", "--grad-reduce-in-bf16"} & texts.keys()
     fused = [name for flag, name in FUSED_FLAGS.items() if flag in texts]
     if "--gemm-gradient-accumulation-fusion" in texts:
         fused.append("matmul_add")
@@ -83,5 +91,8 @@ def settings_from_flags(flags: Sequence[str], devices: int) -> Settings:
         values["offload"] = "attention"
     if "--swap-optimizer" in texts:
         values["offload"] = "optimizer"
+    if "--moe-tp-extend-ep" in texts:
+        values["etp"] = 1
+    values["dropout"] = texts.get("--hidden-dropout", "0.1") not in ("0", "0.0")
     values["lora"] = int(texts.get("--lora-r") or 0)
     return Settings(devices=devices, **values)

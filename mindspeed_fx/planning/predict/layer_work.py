@@ -96,6 +96,13 @@ MICRO_OPERATORS = (12, 16)
 """Kernels of a layer that are neither products nor counted above, forward and backward: transposes, casts, views that
 copy, random states. Counted in a Megatron-core trace; they matter where the host is the bottleneck."""
 
+RING_OPERATORS = (24, 20)
+"""Kernels of one step of a ring beside attention's own, forward and backward: keys and values put together and taken
+apart, halves of queries and outputs, the outputs' weights, their sum, sends. Counted from MindSpeed's ring."""
+RING_BYTES = (12, 8)
+"""Bytes of each element of a ring step's output that its sum with the steps before moves: two float32 operands and one
+result, and the gradients that are added."""
+
 
 class LayerBuilder:
     """See the module; one for each (model, settings)."""
@@ -118,6 +125,18 @@ class LayerBuilder:
             if self.run.float32_gradients:
                 fused = "matmul_add" in self.run.fused
                 work.backward.stream("gradients", ACCUMULATED_BYTES[not fused] * n * k, launches=0 if fused else 1)
+        if self.run.lora and part in ("attention products", "dense products"):
+            self._adapter(work, m, n, k)
+
+    def _adapter(self, work: LayerWork, m: float, n: float, k: float) -> None:
+        """A product's low-rank neighbour, x A B added to x W: its products, and the sums of what both make."""
+        rank = self.run.lora
+        for shape in ((m, rank, k), (m, n, rank)):
+            work.forward.add("adapters", self._matmul(*shape))
+        for shape in ((m, rank, n), (rank, n, m), (m, k, rank), (k, rank, m)):
+            work.backward.add("adapters", self._matmul(*shape))
+        work.forward.stream("adapters", 3 * self.size * m * n, 2)
+        work.backward.stream("adapters", 3 * self.size * m * k, 2)
 
     def _matmul(self, m: float, n: float, k: float) -> Cost:
         m, n, k = (max(1, int(x)) for x in (m, n, k))
@@ -224,6 +243,10 @@ class LayerBuilder:
             for _ in range(run.cp - 1):
                 work.forward.send("cp", "send_recv", 2 * kv, "cp", True)
                 work.backward.send("cp", "send_recv", 4 * kv, "cp", True)
+                # One step's output and sums join those of the steps before it, in float32.
+                joined = self.tokens * heads * model.value_dim
+                work.forward.stream("cp", RING_BYTES[0] * joined, RING_OPERATORS[0])
+                work.backward.stream("cp", RING_BYTES[1] * joined, RING_OPERATORS[1])
 
     def _flash(self, work: LayerWork, heads: float, groups: float) -> None:
         model, run = self.model, self.run

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 from mindspeed_fx.planning.predict.architecture import Architecture
 from mindspeed_fx.planning.predict.settings import Settings
-from mindspeed_fx.planning.predict.step_work import lora_parameters, stage_layers
-from mindspeed_fx.planning.predict.timing import recomputed_share
+from mindspeed_fx.planning.predict.stages import Chunk, is_all_warmup, layout, most_alive
+from mindspeed_fx.planning.predict.step_work import lora_parameters
 
 ROUNDING = 2**20 * 2
 """Bytes: what the caching allocator rounds large blocks to (torch's and torch_npu's)."""
@@ -32,6 +32,15 @@ MASK_BYTES = (6, 2)
 context parallelism has one on every rank. From three of its tests at 32 and 64 thousand tokens, within 3 %."""
 WORKSPACE = 50 * 2**20
 """Bytes of workspaces of libraries and small tensors; from the vendor's tests, 30 to 70 MiB."""
+GATHERED_INPUTS = 1
+"""Whole inputs of a layer's column-parallel linears that fused products and collectives (MC2) keep beside the divided
+ones. From two of MindSpeed-LLM's tests at tp 8, within 3 %."""
+SCATTERED = (12, 8)
+"""Bytes of each element of a rank's rows and of the gathered tokens while the all-gather dispatcher adds the rows up:
+an int64 index and a float32 copy of each row's element, a float32 and two 16-bit copies of each gathered one. Counted
+from the operators it calls; of two tests within 10 %."""
+MASK_OF_DROPOUT = {"npu": 1 / 8, "cuda": 1, "cpu": 1}
+"""Bytes of each element in the mask that dropout keeps: torch_npu's are bits."""
 STATES = {"adam": 8, "momentum": 4, "sgd": 0}
 
 
@@ -46,6 +55,8 @@ class Memory:
     """Of the peak."""
     ranks: list[float] = field(default_factory=list)
     """``first_step`` of each pipeline stage."""
+    steady: list[float] = field(default_factory=list)
+    """``peak`` of each pipeline stage."""
 
 
 @dataclass
@@ -62,6 +73,7 @@ class MemoryModel:
 
     def __init__(self, model: Architecture, run: Settings, target: str = "npu"):
         self.model, self.run, self.target = model, run, target
+        self.stages = layout(model, run)
         self.tokens = run.microbatch * run.sequence / run.cp
         self.own = self.tokens / (run.tp if run.sequence_parallel else 1)
         self.size = run.itemsize
@@ -72,10 +84,13 @@ class MemoryModel:
         """Bytes kept outside and inside of the attention operator."""
         model, run, n, b = self.model, self.run, self.tokens, self.size
         heads, groups = model.heads / run.tp, max(1.0, model.groups / run.tp)
-        norm = 2 * self.own * model.hidden * b
+        norm = (1 if run.recompute_norms else 2) * self.own * model.hidden * b
         if model.kv_lora:
             norm += self.own * (2 * model.q_lora + 2 * model.kv_lora + model.rope_dim) * b
             groups = heads
+            # The vendor's kernel takes values as wide as keys: padded ones are kept, and its output beside what is cut.
+            padding = n * heads * (model.qk_dim - model.value_dim) * b
+            norm += (2 * padding + n * heads * model.value_dim * b) if self.target == "npu" else 0.0
         qkv = n * (heads * model.qk_dim + groups * (model.qk_dim + model.value_dim)) * b
         rotated = 0.0 if "rope" in run.fused else n * (heads + groups) * model.dim * b
         out = n * heads * model.value_dim * b
@@ -91,56 +106,79 @@ class MemoryModel:
         out = 0 if self.run.recompute_activation else 1
         return rows * width * (gate + unfused + out) * self.size
 
+    def _experts_kept(self, rows: float, level: str = "") -> float:
+        """Tokens permuted, exchanged and sorted by expert, what the experts keep, and what they return; of zero memory
+        what the exchange returned and the first product (level 0), or nothing but what is returned (level 1)."""
+        model, run, b = self.model, self.run, self.size
+        gate = 2 if model.gated else 1
+        width = model.expert_ffn / run.expert_tp
+        own = rows * model.hidden * b / run.expert_tp
+        level = level or run.expert_memory
+        if level == "level1":
+            return own
+        if level == "level0":
+            return own + rows * (model.hidden + gate * width) * b
+        return 2 * own + rows * model.hidden * b + self._feed_forward_kept(rows, width)
+
     def layer(self, moe: bool) -> _Layer:
         model, run, b = self.model, self.run, self.size
         residual = self.own * model.hidden * b
-        outside, inside = self._attention_kept()
-        unfused_norm = 0.0 if "rms_norm" in run.fused or model.norm != "rms" else 2 * 4 * self.own * model.hidden
-        kept = outside + unfused_norm
+        kept, inside = self._attention_kept()
+        kept += 2 * self.own * model.hidden * MASK_OF_DROPOUT[self.target] if run.dropout else 0.0
+        if run.overlap_tp and not run.tp_chunks and run.sequence_parallel and self.target == "npu":
+            kept += (self.tokens - self.own) * model.hidden * b * GATHERED_INPUTS
+        kept += 0.0 if "rms_norm" in run.fused or model.norm != "rms" else 2 * 4 * self.own * model.hidden
         kept += 0.0 if run.offload == "attention" else inside
         gate = 3 if model.gated else 2
         widest = self.tokens * max(model.ffn / run.tp * gate, 3 * model.hidden) * b
         if not moe:
-            kept += 2 * residual + self._feed_forward_kept(self.tokens, model.ffn / run.tp)
+            kept += (1 if run.recompute_norms else 2) * residual
+            kept += self._feed_forward_kept(self.tokens, model.ffn / run.tp)
         else:
             rows = self.own * model.top_k * run.expert_tp
-            kept += 2 * residual + 2 * rows * model.hidden * b / run.expert_tp + rows * model.hidden * b
-            kept += self._feed_forward_kept(rows, model.expert_ffn / run.expert_tp)
+            kept += (1 if run.recompute_norms else 2) * residual + self._experts_kept(rows)
             kept += self._feed_forward_kept(self.tokens, model.shared_ffn / run.tp) if model.shared_ffn else 0.0
             if run.dispatcher == "allgather":
                 kept += self.own * run.ep * model.hidden * b
             widest = rows * max(model.expert_ffn / run.expert_tp * gate, 2 * model.hidden) * b
+            if run.dispatcher == "allgather":
+                widest = max(
+                    widest, rows * model.hidden * SCATTERED[0] + self.own * run.ep * model.hidden * SCATTERED[1]
+                )
+            if run.expert_memory != "none":  # what the backward makes again
+                widest += self._experts_kept(rows, "none") - self._experts_kept(rows)
         gathered = self.tokens * model.hidden * b if run.tp > 1 and run.sequence_parallel else 0.0
         return _Layer(kept, residual, widest + 2 * gathered)
 
-    def in_flight(self, stage: int) -> float:
-        """Microbatches of whole stages that wait for their backward."""
-        run = self.run
-        m = run.microbatches
-        if run.vpp == 1:
-            return min(run.pp - stage, m)
-        chunks = 2 * (run.pp - stage - 1) + (run.vpp - 1) * run.pp + 1
-        return min(chunks, m * run.vpp) / run.vpp
+    def chunk_kept(self, chunk: Chunk) -> float:
+        """Bytes that one microbatch keeps in a chunk: of recomputed layers, the first ones, their input."""
+        dense_again = min(chunk.again, chunk.dense)
+        kept = 0.0
+        for count, again, is_moe in (
+            (chunk.dense, dense_again, False),
+            (chunk.moe, chunk.again - dense_again, True),
+        ):
+            if count:
+                layer = self.layer(is_moe)
+                kept += (count - again) * layer.kept + again * layer.input
+        return kept
 
-    def stage_activations(self, stage: int) -> tuple[float, float]:
+    def stage_activations(self, rank: int) -> tuple[float, float]:
         """Bytes kept on a stage by the microbatches in flight, and of buffers."""
-        model, run = self.model, self.run
-        layers = stage_layers(model, run)
-        moe = model.moe_layers / model.layers
-        again = recomputed_share(model, run)
-        kept = working = 0.0
-        for share, is_moe in ((1 - moe, False), (moe, True)):
-            if not share:
-                continue
-            layer = self.layer(is_moe)
-            kept += share * layers * ((1 - again) * layer.kept + again * layer.input)
-            working = max(working, layer.working + (layer.kept if again else 0.0))
-        kept *= self.in_flight(stage)
-        if stage == run.pp - 1:
+        model, run, stage = self.model, self.run, self.stages[rank]
+        weights = [self.chunk_kept(c) for c in stage.chunks]
+        weights[-1] += stage.mtp * self.layer(bool(model.experts)).kept
+        kept = most_alive(run, rank, weights)
+        working = 0.0
+        for is_moe in (False, True):
+            if any(c.moe if is_moe else c.dense for c in stage.chunks):
+                layer = self.layer(is_moe)
+                working = max(working, layer.working + (layer.kept if any(c.again for c in stage.chunks) else 0.0))
+        if rank == run.pp - 1:
             each = LOGIT_BYTES.get(run.framework, LOGIT_BYTES["megatron"]) * self.size / 2
             logits = self.tokens * model.vocab / run.tp / run.loss_chunks * each
-            head = kept + logits + 3 * self.tokens * model.hidden * self.size
-            return kept, max(working, head - kept)
+            head = (logits + 3 * self.tokens * model.hidden * self.size) * (1 + stage.mtp)
+            return kept, max(working, head * (run.microbatches if is_all_warmup(run) else 1))
         return kept, working
 
     # ---------------------------------------------------------------- parameters
@@ -148,15 +186,22 @@ class MemoryModel:
     def stage_parameters(self, stage: int) -> tuple[float, float, float]:
         """Parameters on a rank outside of experts, in experts, and of the largest tensor."""
         model, run = self.model, self.run
-        layers = stage_layers(model, run)
-        dense = min(layers, max(0, model.dense_layers - stage * layers)) if model.experts else layers
-        moe = layers - dense
+        own_layers = self.stages[stage]
+        dense, moe, mtp = own_layers.dense, own_layers.moe, own_layers.mtp
+        if model.experts:
+            moe += mtp
+        else:
+            dense += mtp
+        layers = dense + moe
         own = layers * model.attention_parameters + dense * model.dense_parameters + moe * model.shared_parameters
+        own += mtp * 2 * model.hidden**2  # the projection of a token and its hidden state
         own += 2 * layers * model.hidden
         table = model.embedding_parameters
         if stage == 0:
             own += table + model.max_positions * model.hidden
         if stage == run.pp - 1 and (run.pp > 1 or not model.tied):
+            own += table
+        if mtp and run.pp > 1:  # further tokens are embedded where they are predicted
             own += table
         experts = moe * model.experts * model.expert_parameters / (run.ep * run.expert_tp)
         gate = 2 if model.gated else 1
@@ -173,13 +218,14 @@ class MemoryModel:
         stages = [self._stage(stage) for stage in range(run.pp)]
         ranks = [m.first_step for m in stages]
         fullest = max(stages, key=lambda m: m.peak)
-        return Memory(fullest.peak, max(ranks), fullest.parts, ranks)
+        return Memory(fullest.peak, max(ranks), fullest.parts, ranks, [m.peak for m in stages])
 
     def _stage(self, stage: int) -> Memory:
         run = self.run
         own, experts, largest = self.stage_parameters(stage)
         expert_ranks = max(1, run.copies * run.tp // (run.ep * run.expert_tp))
         weights = gradients = masters = moments = 0.0
+        updated: list[float] = []
         for count, ranks in ((own, run.copies), (experts, expert_ranks)):
             shards = min(run.shards or ranks, ranks) if run.zero else 1
             trained = count
@@ -188,6 +234,7 @@ class MemoryModel:
             weights += count * self.size / (shards if run.zero == 3 else 1)
             each = 4 if run.float32_gradients or self.size == 4 else 2
             gradients += trained * each / (shards if run.zero >= 2 else 1)
+            updated.append(trained / shards)
             masters += trained * (4 if self.size == 2 else 0) / shards
             moments += trained * STATES[run.optimizer] / shards
         if run.reuse_float32:
@@ -198,7 +245,7 @@ class MemoryModel:
         if run.zero == 3:
             working += 2 * (own + experts) * self.size / max(1, self.model.layers)
         static = weights + gradients + masters
-        update = static + moments + 4 * largest * (2 if not run.zero else 1 if run.copies == 1 else 0)
+        update = static + moments + self._update_buffer((updated[0], updated[1]), largest)
         making, mask = (n * float(run.sequence) ** 2 * (run.cp_kind == "hybrid" and run.cp > 1) for n in MASK_BYTES)
         working += mask
         peak = max(static + moments + max(kept + working, making), update) + WORKSPACE
@@ -211,6 +258,17 @@ class MemoryModel:
             "buffers": peak - weights - gradients - masters - moments - kept,
         }
         return Memory(_rounded(peak), _rounded(first), parts)
+
+    def _update_buffer(self, shares: tuple[float, float], largest: float) -> float:
+        """Bytes that the optimizer's step has beside its states: a float32 copy of the largest gradient, or of the part
+        of it in a rank's share; float16 gradients become float32 ones all at once.
+
+        Args:
+            shares: parameters outside of experts and in experts that a rank updates.
+        """
+        if self.run.precision == "float16" and not self.run.float32_gradients:
+            return 4 * sum(shares)
+        return 4 * min(largest, max(shares))
 
 
 def _rounded(nbytes: float) -> float:

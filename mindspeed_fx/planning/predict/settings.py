@@ -24,6 +24,7 @@ CHOICES: dict[str, tuple] = {
     "offload": ("none", "attention", "activations", "optimizer"),
     "attention_kernel": ("current", "early"),
     "optimizer": ("adam", "momentum", "sgd"),
+    "expert_memory": ("none", "level0", "level1"),
 }
 
 
@@ -41,6 +42,9 @@ class Settings:
     pp: int = 1
     vpp: int = 1
     """Virtual stages of a rank."""
+    forwards_first: bool = False
+    """With virtual stages and as many microbatches as stages, all forwards run before the first backward (Megatron-core
+    before 0.9)."""
     cp: int = 1
     cp_kind: str = "ring"
     ep: int = 1
@@ -55,8 +59,19 @@ class Settings:
     recompute: str = "none"
     recompute_layers: int = 0
     """With "full": layers of each virtual stage that are recomputed; 0: all of them."""
+    recompute_per_rank: bool = False
+    """``recompute_layers`` counts those of a rank, not of each of its virtual stages."""
     recompute_activation: bool = False
     """What the activation function made is recomputed."""
+    dropout: bool = False
+    """Hidden states are dropped out: two masks of a layer are kept."""
+    recompute_norms: bool = False
+    """What norms made is recomputed."""
+    expert_memory: str = "none"
+    """MindSpeed's zero memory of experts. "level0": permuted tokens and activations are made again, "level1": exchanged
+    tokens too."""
+    empty_layers: tuple[int, ...] = ()
+    """Places of the pipeline's layout, from 0, that have no layer (Megatron's and MindSpeed's no-op layers)."""
     offload: str = "none"
     overlap_gradients: bool = False
     overlap_parameters: bool = False
@@ -83,6 +98,11 @@ class Settings:
         if isinstance(self.fused, str) or not all(name in FUSED for name in self.fused):
             close = nearest(str(next((n for n in self.fused if n not in FUSED), "")), FUSED)
             arguments.refuse("settings", "fused", self.fused, f"a tuple is expected, of {', '.join(FUSED)}{close}")
+        if isinstance(self.empty_layers, str) or not all(
+            isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in self.empty_layers
+        ):
+            expected = "a tuple of whole numbers from 0 on is expected"
+            arguments.refuse("settings", "empty_layers", self.empty_layers, expected)
         if self.devices % (self.tp * self.pp * self.cp):
             raise OptionError(
                 f"settings: tp={self.tp} x pp={self.pp} x cp={self.cp} does not divide {self.devices} devices"

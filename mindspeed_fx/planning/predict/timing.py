@@ -24,6 +24,7 @@ from mindspeed_fx.cost.training import TrainingConstants
 from mindspeed_fx.planning.predict.architecture import Architecture
 from mindspeed_fx.planning.predict.layer_work import Kernel, LayerWork, Message, Work
 from mindspeed_fx.planning.predict.settings import Settings
+from mindspeed_fx.planning.predict.stages import layout
 from mindspeed_fx.planning.predict.step_work import StepWork, stage_layers
 
 
@@ -159,7 +160,8 @@ def recomputed_share(model: Architecture, run: Settings) -> float:
         return 0.0
     if not run.recompute_layers:
         return 1.0
-    return min(1.0, run.recompute_layers * run.vpp / stage_layers(model, run))
+    fullest = max(layout(model, run), key=lambda stage: stage.layers)
+    return sum(c.again for c in fullest.chunks) / max(1, fullest.layers)
 
 
 def _stage_seconds(model: Architecture, run: Settings, work: StepWork, clock: Clock) -> dict[str, float]:
@@ -178,6 +180,8 @@ def _stage_seconds(model: Architecture, run: Settings, work: StepWork, clock: Cl
             parts["recompute"] += share * again * sum(forward.values())
         elif run.recompute == "selective" and "attention" not in run.fused:
             parts["recompute"] += share * forward.get("attention", 0.0)
+        if run.expert_memory != "none" and layer is work.moe:
+            parts["recompute"] += share * _experts_again(run, forward)
         if run.recompute_activation:
             parts["recompute"] += share * 0.5 * forward.get("vector", 0.0)
     _offload(model, run, clock, parts)
@@ -190,12 +194,24 @@ def _stage_seconds(model: Architecture, run: Settings, work: StepWork, clock: Cl
     return parts
 
 
+def _experts_again(run: Settings, forward: dict[str, float]) -> float:
+    """What zero memory of experts runs again: the permutation, and at level 1 the exchange and the first product too
+    (two thirds of a gated expert)."""
+    seconds = forward.get("permutation", 0.0) / 2
+    if run.expert_memory == "level1":
+        seconds += forward.get("ep", 0.0) / 2 + forward.get("expert products", 0.0) * 2 / 3
+    return seconds
+
+
 def _offload(model: Architecture, run: Settings, clock: Clock, parts: dict[str, float]) -> None:
     """Activations to the host and back, behind kernels as far as these last."""
     if run.offload not in ("attention", "activations"):
         return
     tokens = run.microbatch * run.sequence / run.cp / run.tp
-    each = model.hidden * (4 if run.offload == "attention" else 2 + 12 * run.itemsize)
+    if run.offload == "attention":  # queries, keys, values and the output
+        each = (model.heads + model.groups) * (model.qk_dim + model.value_dim) * run.itemsize
+    else:
+        each = model.hidden * (2 + 12 * run.itemsize)
     seconds = 2 * tokens * each / clock.hw.host_bandwidth
     parts["offload"] += max(0.0, seconds - sum(parts.values())) + clock.constants.contention * seconds
 

@@ -207,7 +207,10 @@ class _Planned(fx.Interpreter):
 
     def get_attr(self, target: str, args: tuple, kwargs: dict) -> Any:
         value = super().get_attr(target, args, kwargs)
-        return self._whole(value) if isinstance(value, torch.Tensor) else value
+        if not isinstance(value, torch.Tensor):
+            return value
+        # a constant of the graph, as of torch.tensor(...), is real; tracing takes it as torch.tensor would make it
+        return self._whole(value if isinstance(value, DTensor) else torch.ops.aten.lift_fresh_copy.default(value))
 
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
         if tracing.is_checkpoint(target):

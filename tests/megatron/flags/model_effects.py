@@ -1,12 +1,16 @@
 """As effects.py, of flags that divide or describe whole models."""
 
+from mindspeed_fx.megatron import uneven
 from tests.megatron.flags.effects import MLA, PRE, SPEC
 
 UNEVEN = "--unaligned-linear --tensor-model-parallel-size 3"
 UNALIGNED = {
     "--unaligned-linear": [
         ("--unaligned-linear --tensor-model-parallel-size 2", dict(says="divide by 2 tensor-parallel ranks")),
-        (UNEVEN, dict(says="4 query groups, 4 heads, a width of 256 in the MLP: the first of 3")),
+        (
+            UNEVEN,
+            dict(options=uneven.OPTIONS, says="4 query groups, 4 heads, a width of 256 in the MLP: the first of 3"),
+        ),
         (f"{UNEVEN} --sequence-parallel", dict(says="32 tokens")),
         (f"{UNEVEN} --num-experts 4", dict(error="experts beside it")),
         (f"{UNEVEN} {MLA}", dict(error="latent attention beside it")),

@@ -23,14 +23,14 @@ LONGCAT = (
 )
 
 
-def build(**more):
+def build(flags="", **more):
     """A GPTModel of LongCat's layers in float64, random weights of norms and biases of experts."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     from tests.megatron.gpt_models import tiny_gpt
 
-    args = apply(LONGCAT)
+    args = apply(f"{LONGCAT} {flags}")
     torch.manual_seed(0)
     fields = dict(
         moe_router_load_balancing_type=args.moe_router_load_balancing_type,
@@ -94,6 +94,27 @@ def test_experts_by_formula():
     ):
         zero = torch.zeros(())
         torch.testing.assert_close(one if one is not None else zero, other if other is not None else zero.to(one))
+
+
+def test_tokens_go_to_all_experts_in_turn():
+    """Zero experts have their turns too, as in MindSpeed-LLM; the bias moves by where tokens would have gone."""
+    layer = build("--fix-router").decoder.layers[0].mlp
+    torch.manual_seed(1)
+    x = torch.randn(5, 2, 32, dtype=torch.float64, requires_grad=True)
+    rows = []
+    for i, token in enumerate(x.flatten(0, -2)):
+        p = (layer.router.weight @ token).softmax(-1)
+        kept = p[(p.detach() + layer.router.expert_bias).topk(K).indices].sort(descending=True).values
+        turns = [(i * K + j) % (EXPERTS + ZEROS) for j in range(K)]
+        made = [gated(layer.experts.local_experts[e], token) if e < EXPERTS else token for e in turns]
+        rows.append(SCALE * sum(weight * m for weight, m in zip(kept, made)))
+    expected, counts = torch.stack(rows).view(x.shape), experts_by_formula(layer, x)[1]
+    found, _ = layer(x)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    assert torch.equal(layer.router.local_tokens_per_expert.float(), counts)
+    gradients = (torch.autograd.grad(y.square().sum(), [x, layer.router.weight]) for y in (found, expected))
+    for one, other in zip(*gradients):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
 def test_biases_move_by_the_load():

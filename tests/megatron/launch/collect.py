@@ -30,8 +30,9 @@ for word in "$@"; do printf '%s\\0' "$word"; done >> "$RECORD"; printf '\\n--end
 """
 
 
-def resolve(script: Path) -> dict[str, dict[str, object]]:
-    """Name -> entry file, processes and arguments of every run of a training script that a launch script starts."""
+def resolve(script: Path, entries: tuple[str, ...] = ("pretrain",)) -> dict[str, dict[str, object]]:
+    """Name -> entry file, processes and arguments of every run that a launch script starts of a file whose name begins
+    with one of ``entries``."""
     text = re.sub(r"^\s*(source|set -e|\. ).*$|\|\s*tee.*$", "", script.read_text(), flags=re.M)
     text = re.sub(r"\b(kill|exec)\b", "true", text)
     with tempfile.TemporaryDirectory() as folder:
@@ -43,7 +44,7 @@ def resolve(script: Path) -> dict[str, dict[str, object]]:
         environ = {"PATH": str(commands), "RECORD": str(record), "HOME": folder}
         subprocess.run([bash, str(copy)], env=environ, cwd=folder, capture_output=True, timeout=60)
         calls = [call.split("\0")[:-1] for call in record.read_text().split("\n--end--\0") if call]
-    runs = [run for words in calls if (run := _run_of(words))]
+    runs = [run for words in calls if (run := _run_of(words, entries))]
     stem = f"{script.parent.name}__{script.stem}"
     return {f"{stem}#{n}" if len(runs) > 1 else stem: run for n, run in enumerate(runs)}
 
@@ -58,10 +59,10 @@ def _fill(folder: Path, bash: str) -> None:
         (folder / name).chmod(0o755)
 
 
-def _run_of(words: list[str]) -> dict[str, object] | None:
+def _run_of(words: list[str], entries: tuple[str, ...]) -> dict[str, object] | None:
     """Of one call of torchrun or python; None where it starts no training."""
     place = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
-    if place is None or not os.path.basename(words[place]).startswith("pretrain"):
+    if place is None or not os.path.basename(words[place]).startswith(entries):
         return None
     given = dict(zip(words[:place], words[1:place]))
     size = lambda *names: next((int(given[n]) for n in names if given.get(n, "").isdigit()), 1)  # noqa: E731

@@ -56,6 +56,7 @@ class Row:
             of the compiled run in that type, and the same of the gradient norms.
         narrow_error: the last line of a run in that type that failed.
         is_recomputed_early: --recompute-in-advance or --recompute-in-bubble.
+        has_variable_lengths: --variable-seq-lengths, through an entry script whose lengths vary.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Row:
     narrow: list[float] = field(default_factory=list)
     narrow_error: str = ""
     is_recomputed_early: bool = False
+    has_variable_lengths: bool = False
 
     @property
     def narrow_passes(self) -> bool:
@@ -101,9 +103,11 @@ class Row:
     def one_graph(self) -> bool:
         """No chunk in several graphs; chunks of a rank that are alike may share one.
 
-        A chunk that is recomputed early has a second, which keeps nothing.
+        A chunk that is recomputed early has a second, which keeps nothing; one whose lengths vary has a second, for
+        any length, after that of the first.
         """
-        pairs, most = list(zip(self.graphs, self.chunks)), 2 if self.is_recomputed_early else 1
+        pairs = list(zip(self.graphs, self.chunks))
+        most = 2 if self.is_recomputed_early or self.has_variable_lengths else 1
         return bool(pairs) and len(self.graphs) == len(self.chunks) and all(0 < g <= most * c for g, c in pairs)
 
 
@@ -127,28 +131,34 @@ def measure(script: shrink.Script, *, runs: bool = True) -> Row:
     args, world = shrink.shrink(script, "fp32")
     row = Row(script.name, world)
     row.skipped, row.refused = refusals(args)
-    if script.entry not in ENTRIES:
+    if script.entry not in ENTRIES and not (runner.ENTRIES / script.entry).exists():
         row.refused.append(f"its entry script {script.entry} is not Megatron-LM's pretrain_gpt.py")
     if "--yaml-cfg" in script.args:
         row.refused.append("its YAML file is not at hand")
     if row.refused or not runs:
         return row
     args = with_skips(args, row.skipped)
-    eager = runner.run(args, world, environ=EAGER, seconds=SECONDS)
+    eager = runner.run(args, world, entry=entry_of(script), environ=EAGER, seconds=SECONDS)
     if eager.error is not None:
         row.error = _last_line(eager.error, "eager")
         if row.error.startswith("eager: ValueError: --"):  # ours, when the model is built: it names a flag
             row.refused, row.error = [row.error.removeprefix("eager: ValueError: ")], ""
         return row
     row.eager = values_of(eager)
-    return compare(row, args)
+    return compare(row, args, entry_of(script))
 
 
-def compare(row: Row, args: list[str]) -> Row:
+def entry_of(script: shrink.Script) -> str:
+    """The file that is started: Megatron-LM's pretrain_gpt.py, or one of the folder ``entries``."""
+    return ENTRIES[0] if script.entry in ENTRIES else script.entry
+
+
+def compare(row: Row, args: list[str], entry: str = ENTRIES[0]) -> Row:
     """Run compiled, and fill ``row`` with what that gives beside its eager values."""
-    compiled = runner.run(args, row.world, environ=COMPILED, seconds=SECONDS)
+    compiled = runner.run(args, row.world, entry=entry, environ=COMPILED, seconds=SECONDS)
     row.graphs, row.chunks = compiled.graphs, compiled.chunks
     row.is_recomputed_early = bool({"--recompute-in-advance", "--recompute-in-bubble"} & {*args})
+    row.has_variable_lengths = "--variable-seq-lengths" in args and entry not in ENTRIES
     row.error = _last_line(compiled.error, "compiled")
     row.difference = None if row.error else largest_difference(row.eager, values_of(compiled))
     return row
@@ -210,9 +220,10 @@ def page(rows: list[Row]) -> str:
         "through Megatron-LM 0.16.1's pretrain_gpt.py with `import mindspeed_fx.megatron_adaptor` as first line, over",
         "gloo, three iterations in float32, compiled (`codegen` eager) and eager; nothing ran on an NPU. Made by",
         "`python -m tests.megatron.launch.table --write`. Equal: losses and gradient norms of every iteration within",
-        "1e-5, and one graph for every chunk. 16 bits: the script's own bfloat16 or float16 with float32 main weights,",
-        "the largest relative distance of a loss, and of a gradient norm, from the float32 run, eager and compiled",
-        "(compiled at most twice eager's, and 1e-6).",
+        "1e-5, and one graph for every chunk (two where lengths vary: of the first length and of any). Entry scripts",
+        "that Megatron-LM has not are written anew (tests/megatron/launch/entries). 16 bits: the script's own bfloat16",
+        "or float16 with float32 main weights, the largest relative distance of a loss, and of a gradient norm, from",
+        "the float32 run, eager and compiled (compiled at most twice eager's, and 1e-6).",
         "",
         ", ".join(f"{'**' * (k == 'equal')}{counts[k]} {k}{'**' * (k == 'equal')}" for k in sorted(counts)) + ".",
         "",

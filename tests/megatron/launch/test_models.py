@@ -85,7 +85,6 @@ def test_latent_attention_with_multi_token_prediction():
 
 REFUSED = {
     "--moe-token-dispatcher-type flex": {"moe_token_dispatcher_type": "flex"},
-    "--use-torch-fsdp2": {"use_torch_fsdp2": True},
     "--use-megatron-fsdp": {"use_megatron_fsdp": True},
 }
 

@@ -94,6 +94,20 @@ def test_sixteen_bits_with_float32_main_weights(dtype):
         assert abs(compiled.losses[iteration]["lm loss"] - loss) <= 2 * own + 1e-5 * loss
 
 
+@pytest.mark.slow
+def test_torch_fsdp2_trains_as_the_replicated_model():
+    """Each layer is a graph, alike ones the same; Megatron asks for more connections than one."""
+    flags = "--use-torch-fsdp2 --ckpt-format torch_dist --no-gradient-accumulation-fusion"
+    more = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    replicated = train("", 2, EAGER)
+    for environ, graphs in ((EAGER, [0, 0]), (COMPILED, [1, 1])):
+        divided = train(flags, 2, {**environ, **more})
+        assert divided.graphs == graphs
+        for k, losses in replicated.losses.items():
+            assert divided.losses[k] == pytest.approx(losses, rel=1e-5)
+            assert divided.grad_norms[k] == pytest.approx(replicated.grad_norms[k], rel=1e-5)
+
+
 def record_collectives(rank: int) -> None:
     """Prints when a bucket's collective starts, when a backward begins and ends, and what a forward waits for."""
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
@@ -143,6 +157,25 @@ def test_a_run_resumes_bitwise_from_a_checkpoint(tmp_path, form):
     flags = f"""--bf16 --use-distributed-optimizer --ckpt-format {form} --lr-decay-iters 4 --train-iters 4
         --global-batch-size 4"""
     whole = train(f"{flags} --save {tmp_path} --save-interval 2", 2)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    shutil.rmtree(tmp_path / "iter_0000004")
+    rest = train(f"{flags} --load {tmp_path}", 2)
+    assert rest.losses == {k: whole.losses[k] for k in (3, 4)}
+    assert rest.grad_norms == {k: whole.grad_norms[k] for k in (3, 4)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["torch", "torch_dist"])
+def test_norms_in_float32_are_saved_so_and_resume_bitwise(tmp_path, form):
+    flags = f"""--bf16 --init-norm-weight-in-fp32 --use-distributed-optimizer --ckpt-format {form} --lr-decay-iters 4
+        --train-iters 4 --global-batch-size 4"""
+    whole = train(f"{flags} --save {tmp_path} --save-interval 2", 2)
+    if form == "torch":
+        saved = torch.load(tmp_path / "iter_0000004" / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)["model"]
+        types = {n: t.dtype for n, t in saved.items() if isinstance(t, torch.Tensor)}
+        norms = {n for n in types if "norm" in n}
+        assert len(norms) == 5 and {types[n] for n in norms} == {torch.float32}
+        assert {types[n] for n in types.keys() - norms} == {torch.bfloat16}
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
     shutil.rmtree(tmp_path / "iter_0000004")
     rest = train(f"{flags} --load {tmp_path}", 2)

@@ -14,6 +14,7 @@ from mindspeed_fx.passes.overlap.model import bounds
 from mindspeed_fx.passes.overlap.model.reasons import hideable, independent_seconds, share_hidden
 from mindspeed_fx.passes.overlap.model.simulator import memory_curve, simulate
 from mindspeed_fx.passes.overlap.model.tasks import COMPUTE, Buffer, Task, TaskGraph
+from mindspeed_fx.passes.overlap.scheduler import active_schedules
 from mindspeed_fx.passes.overlap.scheduler.active_schedules import by_stretches
 from mindspeed_fx.passes.overlap.scheduler.beam_search import beam
 from mindspeed_fx.passes.overlap.scheduler.list_scheduler import list_schedule
@@ -258,3 +259,21 @@ def test_stretches_between_points_are_searched_once_and_shorter():
     assert simulate(graph).peak <= limit
     within = simulate(graph, by_stretches(graph, order, limit, 30_000))
     assert within.peak <= limit and within.seconds <= simulate(graph).seconds
+
+
+def test_a_search_of_a_stretch_ends_where_it_finds_nothing_shorter(monkeypatch):
+    """Its work is a limit, not an aim."""
+    graph, placed = layers_with_points(2), []
+    place = active_schedules._Side.placed
+    monkeypatch.setattr(
+        active_schedules._Side, "placed", lambda side, keys: placed.append(len(keys)) or place(side, keys)
+    )
+
+    def search(stale, work):
+        placed.clear()
+        monkeypatch.setattr(active_schedules, "STALE", stale)
+        return simulate(graph, by_stretches(graph, range(len(graph)), None, work)).seconds
+
+    ended, tasks = search(active_schedules.STALE, 10**8), sum(placed)
+    assert active_schedules.STALE / 2 < tasks < 5 * active_schedules.STALE
+    assert ended <= search(10**9, 2 * tasks) and sum(placed) > 1.5 * tasks

@@ -10,9 +10,9 @@ from mindspeed_fx.compat import fx_graph
 from mindspeed_fx.cost.device import Hardware
 from mindspeed_fx.passes.base import Context
 from mindspeed_fx.passes.overlap.chunking.chunk import compute_in_chunks
-from mindspeed_fx.passes.overlap.chunking.chunk_spec import Draft, Parts
+from mindspeed_fx.passes.overlap.chunking.chunk_spec import ChunkSpec, Draft, Parts, shares
 from mindspeed_fx.passes.overlap.chunking.region import REACHES, Region, regions
-from mindspeed_fx.passes.overlap.model.costs import cost_of
+from mindspeed_fx.passes.overlap.model.costs import cost_of, transfer
 from mindspeed_fx.passes.overlap.model.simulator import simulate
 from mindspeed_fx.passes.overlap.model.task_graph import GraphTasks, cached_tasks, saved_activation
 from mindspeed_fx.passes.overlap.model.tasks import COMPUTE
@@ -33,7 +33,12 @@ SURE = 60_000
 layers comes out 6 % longer than with all, which hides what chunks gain; more finds nothing shorter."""
 QUICK = 6
 """How often the search may place each task where the nodes of all ways are limited: as often as in a large graph, whose
-schedule is to be foretold.
+schedule is to be foretold. So often it is also placed at first, in every way.
+"""
+NEAR = 0.01
+"""A way is searched with the whole effort where, with as little as QUICK for both, its step is at most this share
+longer than without chunks. The 26 ways of a backward of 724 nodes take 2 s each without it; no step of twelve that were
+tried comes out longer with it (benchmarks/results/2026-11-25-overlap_search.txt).
 """
 
 
@@ -76,6 +81,7 @@ class Trials:
         self.places = {n: k for k, n in enumerate(gm.graph.nodes)}
         result = self.tasks(gm)
         self.nodes, self.work = result.nodes, result.tasks
+        self.numbers = {n: i for i, n in enumerate(self.nodes)}
         self.limit = simulate(self.work).peak + self.allowance
         self.effort = max(
             min(96 * len(self.work), SURE), 6 * len(self.work)
@@ -85,6 +91,7 @@ class Trials:
             self.effort, self.sure = QUICK * len(self.work), 2 * QUICK * len(self.work)
         self.plain = schedule(self.work, allowance=self.allowance, work=self.effort)
         self.reaches, self.parts = (REACHES, PARTS) if within is None else (REACHES[1:], PARTS[:2])
+        self.quick: float | None = None
         self.told, self.seconds, self.values = "", self.plain.seconds, {}
         self.tried: dict[frozenset, tuple[int, float | None]] = {}
         self.size = 0
@@ -208,7 +215,26 @@ class Trials:
                     put,
                 )
 
-        return self.step(edit, below=self.plain.seconds) if chosen else self.plain.seconds
+        if not chosen:
+            return self.plain.seconds
+        if self.busiest_link(chosen) >= self.plain.seconds * (1 + 1e-9):
+            return None
+        return self.step(edit, below=self.plain.seconds)
+
+    def busiest_link(self, chosen: list[tuple[Region, Parts]]) -> float:
+        """Seconds for which the busiest link is busy with these in chunks: no step is shorter, and no graph need be
+        made to know it.
+        """
+        busy = self.work.busy()
+        busy.pop(COMPUTE)
+        for region, parts in chosen:
+            each = shares(parts)
+            for start in region.starts:
+                if isinstance(region.cuts[start], ChunkSpec):
+                    task = self.work.tasks[self.numbers[start]]
+                    chunks = (transfer(start, self.hardware, (share, sum(each))).seconds for share in each)
+                    busy[task.resource] += float(sum(chunks)) - task.seconds
+        return max(busy.values(), default=0.0)
 
     def step(
         self, edit: Callable[[fx.GraphModule, Callable[[fx.Node], fx.Node]], None], below: float = float("inf")
@@ -232,7 +258,19 @@ class Trials:
         if order is None:
             return None
         work = reorder(work, order)
-        return schedule(work, allowance=self.limit - simulate(work).peak, work=self.effort).seconds
+        allowance = self.limit - simulate(work).peak
+        if self.effort > QUICK * len(work):
+            seconds = schedule(work, allowance=allowance, work=QUICK * len(work)).seconds
+            if seconds > self._quick_plain() * (1 + NEAR):
+                return seconds
+        return schedule(work, allowance=allowance, work=self.effort).seconds
+
+    def _quick_plain(self) -> float:
+        """Modelled step without chunks where each task is placed QUICK times."""
+        if self.quick is None:
+            quick = schedule(self.work, allowance=self.allowance, work=QUICK * len(self.work))
+            self.quick, self.plain = quick.seconds, min(self.plain, quick, key=lambda t: t.seconds)
+        return self.quick
 
     def tasks(self, gm: fx.GraphModule) -> GraphTasks:
         options = self.context.options

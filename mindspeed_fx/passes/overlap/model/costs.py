@@ -71,12 +71,20 @@ def device(options: Options) -> tuple[Hardware | None, str]:
     return (hardware_named(name) if name else None), why
 
 
-def transfer(node: fx.Node, hardware: Hardware) -> Collective:
-    """Modelled time of a functional collective and the tier it crosses."""
+def transfer(node: fx.Node, hardware: Hardware, share: tuple[int, int] = (1, 1)) -> Collective:
+    """Modelled time of a functional collective and the tier it crosses.
+
+    Args:
+        share: (a, b): of the collective that moves a of b equal parts of it.
+    """
     name = kind(node).removesuffix("_").removesuffix("_out").removesuffix("_coalesced").removesuffix("_")
     ranks = ranks_of(node)
     return collective(
-        _KINDS.get(name, "all_reduce"), moved_bytes(node), len(ranks), hardware, per_machine(ranks, hardware.node)
+        _KINDS.get(name, "all_reduce"),
+        moved_bytes(node) * share[0] // share[1],
+        len(ranks),
+        hardware,
+        per_machine(ranks, hardware.node),
     )
 
 

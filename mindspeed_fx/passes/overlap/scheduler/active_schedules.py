@@ -21,6 +21,10 @@ from mindspeed_fx.passes.overlap.model.tasks import COMPUTE, Task, TaskGraph
 
 SMALLEST = 8
 """Tasks that a stretch must have: fewer leave nothing to choose."""
+STALE = 60_000
+"""Tasks placed, or STALE_ORDERS for each task where that is more, before a search ends because no order was shorter: a
+quarter less time for all together than without (benchmarks/results/2026-11-25-overlap_search.txt)."""
+STALE_ORDERS = 100
 KEPT = 4
 """Orders kept of a stretch, for others like it that have less memory (as in 2026-11-22-overlap_graphs.txt)."""
 
@@ -101,10 +105,12 @@ def _search(
     size, least = len(graph), graph.highest_bound
     ahead, back = _Side(graph, False), _Side(graph, True)
     best, kept, dice, remaining = seconds, [], random.Random(0), max(work // size, 1)
+    patience = max(STALE // size, STALE_ORDERS)
+    stale = remaining - patience
     keys = simulate(graph, order, memory=False).start
     movable = [i for i, t in enumerate(graph.tasks) if t.seconds > 0]
     trial = [-t for t in graph.alap_lengths]
-    while remaining > 0 and best > least * (1 + 1e-4):
+    while remaining > max(stale, 0) and best > least * (1 + 1e-4):
         last = float("inf")
         while remaining > 0:
             starts, now = ahead.placed(trial)
@@ -118,7 +124,7 @@ def _search(
             output = _order(graph, result)
             now = simulate(graph, output, memory=False).seconds
             if now < best and (fits is None or fits(output)):
-                best, keys = now, result
+                best, keys, stale = now, result, remaining - patience
                 kept.insert(0, output)
         elif kept and last <= best * (1 + 1e-9) and fits is None:
             keys = result
