@@ -54,6 +54,8 @@ class Evaluator:
     def __init__(self, gm: fx.GraphModule, leaves: dict[fx.Node, Any], own: bool = True):
         self.gm, self.own = gm, own
         self.values: dict[fx.Node, Any] = dict(leaves)
+        self.inside: dict[fx.Node, Any] = {}
+        """Values under no_grad as their readers there see them: only what leaves is detached."""
 
     def value(self, node: fx.Node) -> Any:
         """A Value, a tuple of them, or a number."""
@@ -76,7 +78,10 @@ class Evaluator:
             return _constant(self.gm, node)
         if node.op != "call_function":
             raise Unsupported(f"node {node.name} of kind {node.op}")
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.values[n])
+        detached = self.own and node.meta.get("grad_enabled") is False
+        args, kwargs = fx.map_arg(
+            (node.args, node.kwargs), lambda n: self.inside.get(n, self.values[n]) if detached else self.values[n]
+        )
         if node.target is operator.getitem:
             return args[0][args[1]]
         val = node.meta.get("val")
@@ -85,9 +90,10 @@ class Evaluator:
         if not isinstance(node.target, torch._ops.OpOverload):
             raise Unsupported(f"{getattr(node.target, '__name__', node.target)}")
         result = self._call(node, val, args, kwargs)
-        if self.own and node.meta.get("grad_enabled") is False and isinstance(result, Value):
-            if any(n.meta.get("needs_grad") for n in node.all_input_nodes):
-                return detach(val, result)
+        cut = any(n in self.inside or n.meta.get("needs_grad") for n in node.all_input_nodes)
+        if detached and cut and isinstance(result, Value):
+            self.inside[node] = result
+            return detach(val, result)
         return result
 
     def _call(self, node: fx.Node, val: Any, args: Any, kwargs: Any) -> Any:
