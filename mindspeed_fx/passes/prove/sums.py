@@ -12,7 +12,14 @@ import itertools
 from typing import Any, Callable
 
 from mindspeed_fx.passes.prove import functions
-from mindspeed_fx.passes.prove.conditions import at_least_zero, is_positive, is_zero, is_zero_real
+from mindspeed_fx.passes.prove.conditions import (
+    at_least_zero,
+    conditions_of,
+    is_positive,
+    is_zero,
+    is_zero_real,
+    under,
+)
 from mindspeed_fx.passes.prove.integers import floor_div, size_of
 from mindspeed_fx.passes.prove.terms import (
     Atom,
@@ -55,7 +62,9 @@ def _variable_of(i: Poly) -> Atom:
 
 
 def sum_over(v: Atom, p: Poly) -> Poly:
-    """The sum of ``p`` over the index ``v``."""
+    """The sum of ``p`` over the index ``v``; conditions on ``v`` alone are bounds of it."""
+    if (cut := _first_bound(v, p)) is not None:
+        return add(*(_summed_part(v, p, *part) for part in cut))
     parts = []
     for mono, c in p.terms.items():
         outside, inside, indices = const(c), [], [v]
@@ -80,6 +89,23 @@ def sum_over(v: Atom, p: Poly) -> Poly:
         else:
             parts.append(mul(outside, _closed(tuple(indices), product(of(a, e) for a, e in inside))))
     return add(*parts)
+
+
+def _first_bound(v: Atom, p: Poly) -> list[tuple[Atom, bool, int, int]] | None:
+    """A condition on ``v`` alone, with its truth and the range of ``v`` where it has it, twice; None without one."""
+    for c in sorted(conditions_of(p), key=lambda a: a.id):
+        if c.data[0] == "ge" and c.free == frozenset((v,)) and isinstance(size_of(v), int):
+            factor, shift = c.data[1].terms.get(((v, 1),), 0), c.data[1].terms.get((), 0)
+            if factor and c.data[1] is add(scale(of(v), factor), const(shift)):
+                at = -(shift // factor) if factor > 0 else shift // -factor + 1
+                return [(c, factor < 0, 0, at), (c, factor > 0, at, size_of(v))]
+    return None
+
+
+def _summed_part(v: Atom, p: Poly, c: Atom, holds: bool, first: int, end: int) -> Poly:
+    """The part of a sum in which the condition ``c`` holds, or does not, as ``v`` is in [first, end)."""
+    part = under(p, c, holds)
+    return sum_of(end - first, lambda i: substitute(part, {v: add(i, const(first))}))
 
 
 def _picked(v: Atom, inside: list[tuple[Atom, Any]]) -> Poly | None:
