@@ -243,7 +243,8 @@ class Compilation:
             if planned:
                 raise
             why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-            asked = "strict" if self.options.strict else 'check="each"' if self.options.check == "each" else None
+            check = self.options.check
+            asked = "strict" if self.options.strict else f'check="{check}"' if check != "off" else None
             if asked and not isinstance(error, CaptureError):  # which says what a graph does that is not captured
                 raise CaptureError(
                     f"{asked}: the graph cannot be traced as operators on plain tensors ({why})"

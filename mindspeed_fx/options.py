@@ -26,7 +26,7 @@ TARGETS = ("auto", "cpu", "cuda", "npu")
 CODEGENS = ("auto", "inductor", "eager", "npugraph_ex")
 
 
-CHECKS = ("off", "each")
+CHECKS = ("off", "each", "prove")
 
 
 OPTIMIZERS = ("backward",)
@@ -115,7 +115,9 @@ class Options:
 
     check: str = "off"
     """"each" runs every pass's graph before and after on real values and compares; a graph whose tracing fails is an
-    error, as under ``strict``. Turns compile caches off."""
+    error, as under ``strict``. "prove" shows of every site that a pass rewrote that before and after are the same
+    function, term by term, and compares values where that cannot be shown; one that is another is an error. Turns
+    compile caches off."""
 
     strict: bool = False
     """A pass named in ``enable`` that rewrote nothing in a graph is an error that carries its reasons. Each graph of a

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import mindspeed_fx
-from mindspeed_fx.compat import dynamo
+from mindspeed_fx.backend import Compilation
+from mindspeed_fx.compat import dynamo, graph_inputs
+from mindspeed_fx.options import Options
 from mindspeed_fx.planning.explain import Report
 from mindspeed_fx.report import recorder
 
@@ -161,3 +163,24 @@ def function_agrees(f, *inputs, tolerance=1e-9, **options):
             assert (a - b).abs().max() <= tolerance * a.abs().max().clamp_min(1e-12)
     torch._dynamo.reset()
     return Report(list(graphs), [])
+
+
+def captured_records(model, inputs, options):
+    """What passes do to the graphs of ``model(**inputs)`` in training, up to where a backward would be made: nothing is
+    compiled, the model runs as it is."""
+    results = []
+
+    def backend(gm, _):
+        compilation = Compilation(Options.parse(options).resolve("cpu"))
+        copied = graph_inputs.copy_dynamo_graph(gm)
+        try:
+            compilation.capture(copied)
+        finally:
+            recorder.discard(compilation.record)
+            graph_inputs.drop_owner(copied)
+        results.append(compilation.record)
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend)(**inputs)
+    return results

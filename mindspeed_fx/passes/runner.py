@@ -7,6 +7,7 @@ kept shape, dtype and strides, keep the text for dumps, run the numeric check.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import fnmatch
@@ -24,6 +25,7 @@ from mindspeed_fx.options import Options
 from mindspeed_fx.passes.base import Context, Pass, registered
 from mindspeed_fx.passes.check import check_pass
 from mindspeed_fx.passes.manager import ROWS, PassError, in_order
+from mindspeed_fx.passes.prove.sites import prove_pass
 from mindspeed_fx.report import progress
 from mindspeed_fx.report.records import GraphRecord, PassReport, PassRun, Skip
 
@@ -69,7 +71,7 @@ class Pipeline:
         """
         context = Context(self.options, side, sharding=sharding)
         with (
-            defer_recompile(gm) if self.options.check != "each" else contextlib.nullcontext()
+            defer_recompile(gm) if self.options.check == "off" else contextlib.nullcontext()
         ):  # a check runs the graph after every pass
             for number, p in enumerate(mine := [p for p in self.passes if p.stage == stage]):
                 if not bisector.bisector_disables(p.name):
@@ -78,7 +80,7 @@ class Pipeline:
 
     def _run_one(self, p: Pass, side: str, gm: fx.GraphModule, context: Context, readable: Any) -> PassRun:
         before_text = readable(gm) if readable else None
-        before = fx_graph.copy_graph(gm) if self.options.check == "each" else None
+        before = fx_graph.copy_graph(gm) if self.options.check != "off" else None
         outputs, count = _output_layouts(gm), _size(gm)
         start = time.perf_counter()
         report = PassReport(p.name)
@@ -102,7 +104,11 @@ class Pipeline:
             readable(gm) if readable else None,
             exact=p.exact,
         )
-        if before is not None:
+        if before is not None and self.options.check == "prove":
+            run.proofs = prove_pass(p, before, gm, report)
+            states = collections.Counter(proof.status for proof in run.proofs)
+            run.check = ", ".join(f"{n} {state}" for state, n in sorted(states.items(), reverse=True))
+        elif before is not None:
             run.check = check_pass(p, before, gm, differentiable=p.stage == "captured")
         return run
 

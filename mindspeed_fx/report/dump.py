@@ -176,10 +176,14 @@ def index_text(record: GraphRecord) -> str:
                 "",
                 f"## {run.report.name} ({run.stage}): rewrites",
                 "",
-                "| operator | module | source |",
-                "|---|---|---|",
+                f"| operator | module | source |{' proof |' if run.proofs else ''}",
+                f"|---|---|---|{'---|' if run.proofs else ''}",
             ]
-            lines += [f"| {s.operator} | {_cell(s.module)} | {_cell(s.source)} |" for s in run.report.rewrites]
+            proofs = [f" {' : '.join(filter(None, (p.status, _cell(p.reason))))} |" for p in run.proofs]
+            lines += [
+                f"| {s.operator} | {_cell(s.module)} | {_cell(s.source)} |{proof}"
+                for s, proof in zip(run.report.rewrites, proofs or [""] * len(run.report.rewrites))
+            ]
         if run.report.skipped:
             lines += [
                 "",

@@ -32,6 +32,16 @@ class Skip:
     source: str = ""
 
 
+@dataclass(frozen=True)
+class SiteProof:
+    """What ``check="prove"`` knows of one rewritten place."""
+
+    status: str
+    """"proved", "checked" (on values) or "unknown"."""
+    reason: str = ""
+    """Why there is no proof; "" where there is."""
+
+
 @dataclass
 class PassReport:
     """What one pass did to one graph."""
@@ -81,7 +91,9 @@ class PassRun:
     """Readable code before the pass; None unless a dump was asked for."""
     after: str | None = None
     check: str = ""
-    """Result of the numeric check; "" when it was not asked for."""
+    """Result of the check, numeric or by proof; "" when it was not asked for."""
+    proofs: list[SiteProof] = field(default_factory=list)
+    """With ``check="prove"`` one entry for each of ``report.rewrites``."""
     exact: bool | None = None
     """Whether outputs and gradients stay bitwise equal, as the pass declares; None where it did not run."""
     diff: str | None = None

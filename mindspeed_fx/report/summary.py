@@ -109,10 +109,22 @@ def _of_pass(report: Any, name: str) -> str:
     line = f"{name:<36}{sites:>5} rewrites{len(skipped):>6} near misses"
     reasons = Counter(s.reason for s in skipped)
     lines = [line, *_wrapped("    ", [f"{stage}: {note}" for stage, note in _notes(report, name)])]
+    lines += _wrapped("    ", _proofs(report, name))
     lines += _wrapped("    ", [f"{n} x {reason}" for reason, n in reasons.most_common(FEW)])
     if len(reasons) > FEW:
         lines.append(f"    and {len(reasons) - FEW} further reasons: report.skipped({name!r})")
     return "\n".join(lines)
+
+
+def _proofs(report: Any, name: str) -> list[str]:
+    """With ``check="prove"``: how many sites are proved, and why others are not."""
+    proofs = [p for g in report.graphs for r in g.runs if r.report.name == name for p in r.proofs]
+    if not proofs:
+        return []
+    states = Counter(p.status for p in proofs)
+    reasons = Counter(f"{p.status}, not proved: {p.reason}" for p in proofs if p.reason)
+    counts = ", ".join(f"{n} {state}" for state, n in states.most_common())
+    return [f"check: {counts}", *(f"{n} x {reason}" for reason, n in reasons.most_common(FEW))]
 
 
 def _notes(report: Any, name: str) -> list[tuple[str, str]]:

@@ -1,0 +1,1 @@
+"""Proofs that a rewrite left what is computed: ``check="prove"``."""

@@ -1,0 +1,210 @@
+"""check="prove": what passes do is proved, and planted faults are refused, with the pass, the place and the term."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mindspeed_fx import passes
+from mindspeed_fx.errors import OptionError
+from mindspeed_fx.options import Options
+from mindspeed_fx.passes.check import CheckError
+from mindspeed_fx.passes.prove import numeric
+from mindspeed_fx.passes.prove.sites import ProofError
+from tests.models import Llama, captured_records, tokens
+
+aten = torch.ops.aten
+PROVE = {"codegen": "eager", "check": "prove", "target": "cpu"}
+
+
+def proofs(function, inputs, **options):
+    graphs = captured_records(function, inputs, {**PROVE, **options})
+    return [(run.report.name, proof) for g in graphs for run in g.runs for proof in run.proofs]
+
+
+def rotated(x, cos, sin):
+    a, b = x.chunk(2, -1)
+    return x * cos + torch.cat((-b, a), -1) * sin
+
+
+def normed(x, w):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * w
+
+
+def causal(q, k, v):
+    i = torch.arange(q.shape[2])
+    scores = (q @ k.transpose(-1, -2)) * 0.25
+    return F.softmax(scores.masked_fill(i[None, :] > i[:, None], float("-inf")), -1) @ v
+
+
+def tensors(*shapes):
+    return [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
+
+
+CASES = {
+    "norm": (normed, dict(zip("xw", tensors((2, 6, 16), (16,))))),
+    "rope": (rotated, dict(zip(("x", "cos", "sin"), tensors((2, 6, 16), (6, 16), (6, 16))))),
+    "attention": (causal, dict(zip("qkv", tensors(*[(2, 3, 8, 16)] * 3)))),
+    "gate": (lambda x, y: F.silu(x) * y, dict(zip("xy", tensors((4, 8), (4, 8))))),
+    "loss": (
+        lambda x, t: F.cross_entropy(x, t, ignore_index=3),
+        {"x": tensors((6, 11))[0], "t": torch.tensor([1, 3, 0, 10, 3, 5])},
+    ),
+}
+SITES = {
+    "norm": "fusion.rms_norm",
+    "rope": "fusion.rope",
+    "attention": "fusion.attention",
+    "gate": "fusion.swiglu",
+    "loss": "fusion.cross_entropy",
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rewrite_is_proved(name):
+    assert (SITES[name], "proved") in [(p, proof.status) for p, proof in proofs(*CASES[name])]
+
+
+def test_every_site_of_a_model_is_proved_and_reported():
+    ids, labels = tokens()
+    graphs = captured_records(Llama(layers=2), {"ids": ids, "labels": labels}, PROVE)
+    runs = [run for g in graphs for run in g.runs if run.report.rewrites]
+    assert sum(len(run.proofs) for run in runs) >= 14
+    assert all(len(run.proofs) == len(run.report.rewrites) for run in runs)
+    assert {proof.status for run in runs for proof in run.proofs} == {"proved"}
+    assert all(run.check == f"{len(run.proofs)} proved" for run in runs)
+
+
+def with_argument(target, place, new):
+    def edit(node):
+        if node.target is not target:
+            return False
+        node.args = (*node.args[:place], new(node.args[place]) if callable(new) else new, *node.args[place + 1 :])
+        return True
+
+    return edit
+
+
+def with_target(old, new):
+    def edit(node):
+        if node.target is not old:
+            return False
+        node.target = new
+        return True
+
+    return edit
+
+
+def swap(node):
+    if node.target is not torch.ops.mindspeed.swiglu.default or len(node.args) < 2:
+        return False
+    node.args = (node.args[1], node.args[0], *node.args[2:])
+    return True
+
+
+FAULTS = {
+    "eps": ("norm", torch.ops.mindspeed.rms_norm.default, 2, 1e-6),
+    "axis": ("norm-unfused", aten.mean.dim, 1, [-2]),
+    "scale": ("attention", torch.ops.mindspeed.attention.default, 5, 0.2501),
+    "window": ("attention", torch.ops.mindspeed.attention.default, 6, 7),
+    "not causal": ("attention", torch.ops.mindspeed.attention.default, 4, False),
+    "pairs": ("rope", torch.ops.mindspeed.rope.default, 3, True),
+    "ignored target": ("loss", torch.ops.mindspeed.cross_entropy.default, 2, 4),
+    "smoothing": ("loss", torch.ops.mindspeed.cross_entropy.default, 3, 0.1),
+}
+TARGETS = {
+    "mask edge": ("attention-unfused", aten.gt.Tensor, aten.ge.Tensor),
+    "sign": ("rope-unfused", aten.add.Tensor, aten.sub.Tensor),
+    "offset": ("rope-unfused", aten.neg.default, aten.abs.default),
+}
+
+
+@pytest.fixture
+def fault(request):
+    """A pass that plants a fault after fusion and reports it as a rewrite."""
+    edit = request.param
+
+    @passes.register("test.fault", stage="captured", level=0, replace=True)
+    def plant(gm, context):
+        report = passes.PassReport("test.fault")
+        for node in gm.graph.nodes:
+            if node.op == "call_function" and edit(node):
+                report.rewrites.append(passes.site("a fault", node))
+                break
+        gm.recompile()
+        return report
+
+    yield
+    passes.unregister("test.fault")
+
+
+EDITS = [pytest.param(with_argument(*rest), case, id=name) for name, (case, *rest) in FAULTS.items()]
+EDITS += [pytest.param(with_target(old, new), case, id=name) for name, (case, old, new) in TARGETS.items()]
+EDITS += [pytest.param(swap, "gate", id="swapped")]
+
+
+@pytest.mark.parametrize("fault, case", EDITS, indirect=["fault"])
+def test_a_planted_fault_is_refused(fault, case):
+    name, _, unfused = case.partition("-")
+    with pytest.raises(Exception) as error:
+        proofs(*CASES[name], disable=["fusion.*"] if unfused else [])
+    text = str(error.value)
+    assert 'check: pass "test.fault" changed what is computed at a fault' in text
+    assert "before - after = " in text and "element [" in text
+    assert issubclass(ProofError, CheckError)
+
+
+def opaque(node):
+    """The same numbers by another operator: no term tells that they are equal."""
+    if node.target is not aten.kthvalue.default:
+        return False
+    node.target, node.args = aten.min.dim, (node.args[0], -1)
+    return True
+
+
+@pytest.mark.parametrize("fault", [opaque], indirect=True)
+def test_what_has_no_proof_is_checked_on_values_with_the_reason(fault):
+    ((name, proof),) = proofs(lambda x: x.kthvalue(1)[0] + 1, {"x": torch.randn(3, 7)}, disable=["fusion.*"])
+    assert (name, proof.status) == ("test.fault", "checked") and "kthvalue" in proof.reason
+
+
+@pytest.mark.parametrize("fault", [opaque], indirect=True)
+def test_without_values_nothing_is_known(fault, monkeypatch):
+    from mindspeed_fx.passes.prove import sites
+
+    monkeypatch.setattr(sites, "MOST_BYTES", 0)
+    ((_, proof),) = proofs(lambda x: x.kthvalue(1)[0] + 1, {"x": torch.randn(3, 7)}, disable=["fusion.*"])
+    assert proof.status == "unknown" and "no values were compared" in proof.reason
+
+
+@pytest.mark.parametrize("fault", [with_target(aten.exp.default, aten.expm1.default)], indirect=True)
+def test_a_witness_needs_numbers(fault, monkeypatch):
+    """Where no number shows it the values do."""
+
+    def no_number(*_):
+        raise numeric.NoNumber("none")
+
+    monkeypatch.setattr("mindspeed_fx.passes.prove.sites.witness", no_number)
+    with pytest.raises(Exception, match='check: pass "test.fault" may be off by'):
+        proofs(lambda x: x.exp() * 3, {"x": torch.randn(3, 7)}, disable=["fusion.*"])
+
+
+def test_equal_layers_are_proved_once(monkeypatch):
+    from mindspeed_fx.passes.prove import sites
+
+    calls = []
+    original = sites._examined
+    monkeypatch.setattr(sites, "_KNOWN", {})
+    monkeypatch.setattr(sites, "_examined", lambda *args: calls.append(1) or original(*args))
+    ids, labels = tokens()
+    counts = []
+    for layers in (2, 6):
+        calls.clear()
+        sites._KNOWN.clear()
+        captured_records(Llama(layers=layers), {"ids": ids, "labels": labels}, PROVE)
+        counts.append(len(calls))
+    assert counts[0] == counts[1]
+
+
+def test_the_option_is_one_of_three():
+    with pytest.raises(OptionError, match=r'"off", "each", "prove" \(did you mean "prove"\?\)'):
+        Options(check="proof")
