@@ -18,6 +18,7 @@ from mindspeed_fx.kernels.base import find
 from mindspeed_fx.passes.prove import rules
 from mindspeed_fx.passes.prove.conditions import is_zero_real, negate
 from mindspeed_fx.passes.prove.functions import load
+from mindspeed_fx.passes.prove.obligations import attribute_of
 from mindspeed_fx.passes.prove.rules.base import RULES
 from mindspeed_fx.passes.prove.rules.pointwise import detach
 from mindspeed_fx.passes.prove.sums import whole
@@ -54,6 +55,8 @@ class Evaluator:
     def __init__(self, gm: fx.GraphModule, leaves: dict[fx.Node, Any], own: bool = True):
         self.gm, self.own = gm, own
         self.values: dict[fx.Node, Any] = dict(leaves)
+        self.inside: dict[fx.Node, Any] = {}
+        """Values under no_grad as their readers there see them: only what leaves is detached."""
 
     def value(self, node: fx.Node) -> Any:
         """A Value, a tuple of them, or a number."""
@@ -73,10 +76,13 @@ class Evaluator:
 
     def _compute(self, node: fx.Node) -> Any:
         if node.op == "get_attr":
-            return _constant(self.gm, node)
+            return self._constant(node)
         if node.op != "call_function":
             raise Unsupported(f"node {node.name} of kind {node.op}")
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.values[n])
+        detached = self.own and node.meta.get("grad_enabled") is False
+        args, kwargs = fx.map_arg(
+            (node.args, node.kwargs), lambda n: self.inside.get(n, self.values[n]) if detached else self.values[n]
+        )
         if node.target is operator.getitem:
             return args[0][args[1]]
         val = node.meta.get("val")
@@ -85,10 +91,22 @@ class Evaluator:
         if not isinstance(node.target, torch._ops.OpOverload):
             raise Unsupported(f"{getattr(node.target, '__name__', node.target)}")
         result = self._call(node, val, args, kwargs)
-        if self.own and node.meta.get("grad_enabled") is False and isinstance(result, Value):
-            if any(n.meta.get("needs_grad") for n in node.all_input_nodes):
-                return detach(val, result)
+        cut = any(n in self.inside or n.meta.get("needs_grad") for n in node.all_input_nodes)
+        if detached and cut and isinstance(result, Value):
+            self.inside[node] = result
+            return detach(val, result)
         return result
+
+    def _constant(self, node: fx.Node) -> Value:
+        value = attribute_of(self.gm, str(node.target))
+        if not isinstance(value, torch.Tensor):
+            raise Unsupported(f"attribute {node.target}")
+        if value.numel() == 1 and not fake.is_fake(value) and value.dtype != torch.bool and not value.requires_grad:
+            number = scalar(value.item())
+            return Value(value.shape, value.dtype, lambda _: number)
+        if not self.own:  # names are of the definition: another has another tensor under this one
+            raise Unsupported("a constant tensor within an operator's definition")
+        return leaf(f"attribute {node.target}", value)
 
     def _call(self, node: fx.Node, val: Any, args: Any, kwargs: Any) -> Any:
         if node.target._schema.is_mutable:
@@ -120,18 +138,6 @@ class _Sized:
 
 def _sized(val: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, _Sized, val)
-
-
-def _constant(gm: fx.GraphModule, node: fx.Node) -> Any:
-    value: Any = gm
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
-    if not isinstance(value, torch.Tensor):
-        raise Unsupported(f"attribute {node.target}")
-    if value.numel() == 1 and not fake.is_fake(value) and value.dtype != torch.bool and not value.requires_grad:
-        number = scalar(value.item())
-        return Value(value.shape, value.dtype, lambda _: number)
-    return leaf(f"attribute {node.target}", value)
 
 
 def _traced(node: fx.Node) -> fx.GraphModule | None:
@@ -184,6 +190,8 @@ def _decompositions() -> dict:
 
 def _opaque(node: fx.Node, val: Any, args: Any, kwargs: Any) -> Any:
     """A function of whole tensors: equal where the operator, its numbers and its tensors are."""
+    if "empty" in str(node.target):
+        raise Unsupported(f"{node.target} has whatever values")
     leaves = pytree.tree_leaves((args, kwargs))
     tensors = [(v.shape, v.at) for v in leaves if isinstance(v, Value)]
     numbers = [repr(v) for v in leaves if not isinstance(v, Value)]
