@@ -9,7 +9,21 @@ from __future__ import annotations
 from typing import Any, Callable, Sequence
 
 from mindspeed_fx.passes.prove.integers import bounds
-from mindspeed_fx.passes.prove.terms import Atom, Poly, TooLarge, add, atom, const, leading, mul, of, poly, scale, sub
+from mindspeed_fx.passes.prove.terms import (
+    Atom,
+    Poly,
+    TooLarge,
+    add,
+    atom,
+    const,
+    law,
+    leading,
+    mul,
+    of,
+    poly,
+    scale,
+    sub,
+)
 
 MOST_CASES = 7
 """Conditions that one function's argument may have."""
@@ -101,6 +115,7 @@ def _varying(p: Poly) -> bool:
     return any(p.terms)
 
 
+@law
 def strictest(conds: Sequence[Atom]) -> list[Atom] | None:
     """Conditions whose product is that of ``conds``: of [p + a >= 0] and [p + b >= 0] the one that implies the other;
     None where two of them exclude each other."""
@@ -141,6 +156,7 @@ def under(p: Poly, c: Atom, holds: bool) -> Poly:
     return poly(terms)
 
 
+@law
 def by_cases(polys: Sequence[Poly], f: Callable[[Sequence[Poly]], Poly]) -> Poly:
     """``f(polys)``, which has a value for every case of the conditions in its arguments:
     f(c) = f(0) + [c] (f(1) - f(0))."""

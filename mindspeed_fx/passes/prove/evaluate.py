@@ -18,6 +18,7 @@ from mindspeed_fx.kernels.base import find
 from mindspeed_fx.passes.prove import rules
 from mindspeed_fx.passes.prove.conditions import is_zero_real, negate
 from mindspeed_fx.passes.prove.functions import load
+from mindspeed_fx.passes.prove.obligations import attribute_of
 from mindspeed_fx.passes.prove.rules.base import RULES
 from mindspeed_fx.passes.prove.rules.pointwise import detach
 from mindspeed_fx.passes.prove.sums import whole
@@ -75,7 +76,7 @@ class Evaluator:
 
     def _compute(self, node: fx.Node) -> Any:
         if node.op == "get_attr":
-            return _constant(self.gm, node)
+            return self._constant(node)
         if node.op != "call_function":
             raise Unsupported(f"node {node.name} of kind {node.op}")
         detached = self.own and node.meta.get("grad_enabled") is False
@@ -95,6 +96,17 @@ class Evaluator:
             self.inside[node] = result
             return detach(val, result)
         return result
+
+    def _constant(self, node: fx.Node) -> Value:
+        value = attribute_of(self.gm, str(node.target))
+        if not isinstance(value, torch.Tensor):
+            raise Unsupported(f"attribute {node.target}")
+        if value.numel() == 1 and not fake.is_fake(value) and value.dtype != torch.bool and not value.requires_grad:
+            number = scalar(value.item())
+            return Value(value.shape, value.dtype, lambda _: number)
+        if not self.own:  # names are of the definition: another has another tensor under this one
+            raise Unsupported("a constant tensor within an operator's definition")
+        return leaf(f"attribute {node.target}", value)
 
     def _call(self, node: fx.Node, val: Any, args: Any, kwargs: Any) -> Any:
         if node.target._schema.is_mutable:
@@ -126,18 +138,6 @@ class _Sized:
 
 def _sized(val: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, _Sized, val)
-
-
-def _constant(gm: fx.GraphModule, node: fx.Node) -> Any:
-    value: Any = gm
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
-    if not isinstance(value, torch.Tensor):
-        raise Unsupported(f"attribute {node.target}")
-    if value.numel() == 1 and not fake.is_fake(value) and value.dtype != torch.bool and not value.requires_grad:
-        number = scalar(value.item())
-        return Value(value.shape, value.dtype, lambda _: number)
-    return leaf(f"attribute {node.target}", value)
 
 
 def _traced(node: fx.Node) -> fx.GraphModule | None:
@@ -190,6 +190,8 @@ def _decompositions() -> dict:
 
 def _opaque(node: fx.Node, val: Any, args: Any, kwargs: Any) -> Any:
     """A function of whole tensors: equal where the operator, its numbers and its tensors are."""
+    if "empty" in str(node.target):
+        raise Unsupported(f"{node.target} has whatever values")
     leaves = pytree.tree_leaves((args, kwargs))
     tensors = [(v.shape, v.at) for v in leaves if isinstance(v, Value)]
     numbers = [repr(v) for v in leaves if not isinstance(v, Value)]

@@ -10,7 +10,7 @@ import math
 from fractions import Fraction
 from typing import Any
 
-from mindspeed_fx.passes.prove import conditions
+from mindspeed_fx.passes.prove import conditions, text
 from mindspeed_fx.passes.prove.terms import (
     Atom,
     Poly,
@@ -20,6 +20,7 @@ from mindspeed_fx.passes.prove.terms import (
     const,
     imaginary,
     infinity,
+    law,
     leading,
     mul,
     normal_power,
@@ -29,12 +30,15 @@ from mindspeed_fx.passes.prove.terms import (
     sub,
 )
 
+assert text
+
 by_cases = conditions.by_cases
 
 EXPANDED_POWER = 4
 """Highest power of a sum that is multiplied out."""
 
 
+@law
 def power(p: Poly, r: Any) -> Poly:
     """p^r for a whole or broken ``r``."""
     r = normal_power(r)
@@ -144,6 +148,7 @@ def is_positive_atom(a: Atom) -> bool:
     return a.kind in ("exp", "sigmoid", "size", "abs")
 
 
+@law
 def exponential(p: Poly) -> Poly:
     return by_cases((p,), lambda q: _exponential(q[0]))
 

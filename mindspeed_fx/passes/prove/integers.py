@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from mindspeed_fx.passes.prove.terms import Atom, Mono, Poly, add, atom, const, of, poly, scale, sub
+from mindspeed_fx.passes.prove.terms import LAWS, Atom, Mono, Poly, add, atom, const, of, poly, scale, sub
 
 Range = tuple[Any, Any]
 """Least and largest value; None where not known."""
@@ -70,9 +70,8 @@ def _atom_range(a: Atom) -> Range:
 
 def floor_div(p: Poly, n: int) -> Poly:
     """floor(p / n) of an integer."""
-    from mindspeed_fx.passes.prove.conditions import by_cases
 
-    return p if n == 1 else by_cases((p,), lambda q: _floor_div(q[0], n))
+    return p if n == 1 else LAWS["by_cases"]((p,), lambda q: _floor_div(q[0], n))
 
 
 def _floor_div(p: Poly, n: int) -> Poly:

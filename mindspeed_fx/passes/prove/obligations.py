@@ -56,6 +56,7 @@ class Diff:
     """Which nodes two graphs share, and what is owed."""
 
     def __init__(self, before: fx.GraphModule, after: fx.GraphModule):
+        _check_attributes(before, after)
         self.before = {n.name: n for n in before.graph.nodes}
         self.after = {n.name: n for n in after.graph.nodes}
         self.place = [{n: i for i, n in enumerate(gm.graph.nodes)} for gm in (before, after)]
@@ -74,6 +75,7 @@ class Diff:
             for a, b in pairs:
                 key = (a.name, b.name)
                 owed[key] = min(owed.get(key, self.place[1][new]), self.place[1][new])
+        self._check_effects()
         for name in self.shared:  # an argument of the same name that is another call now
             new = self.after[name]
             for b in new.all_input_nodes:
@@ -81,6 +83,16 @@ class Diff:
                     key = (b.name, b.name)
                     owed[key] = min(owed.get(key, self.place[1][new]), self.place[1][new])
         self.owed = owed
+
+    def _check_effects(self) -> None:
+        """What is done beside results, and the inputs, must be there as before: no place is owed a proof for them."""
+        for ours, kind in ((self.before, "before"), (self.after, "after")):
+            for name, n in ours.items():
+                if name not in self.shared and n.op == "call_function" and n.is_impure():
+                    raise NotComparable(f"{name} has effects, and is only in the graph {kind}")
+        inputs = [[n for n, node in ours.items() if node.op == "placeholder"] for ours in (self.before, self.after)]
+        if inputs[0] != inputs[1]:
+            raise NotComparable("other inputs")
 
     def _is_part_of_another(self, new: fx.Node) -> bool:
         """Whether a node takes a part of a call of several results that is another call than before: the parts are
@@ -145,6 +157,25 @@ class Diff:
         return results[:MOST_LIKELY]
 
 
+def attribute_of(gm: fx.GraphModule, target: str) -> Any:
+    """What a ``get_attr`` node of ``gm`` reads."""
+    value: Any = gm
+    for part in target.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _check_attributes(before: fx.GraphModule, after: fx.GraphModule) -> None:
+    """A name of a constant must mean one tensor in both graphs: terms know it by its name."""
+    targets = [{str(n.target) for n in gm.graph.nodes if n.op == "get_attr"} for gm in (before, after)]
+    for target in sorted(targets[0] & targets[1]):
+        a, b = attribute_of(before, target), attribute_of(after, target)
+        if not isinstance(a, torch.Tensor) or a is b:
+            continue
+        if not isinstance(b, torch.Tensor) or fake.is_fake(a) or fake.is_fake(b) or not torch.equal(a, b):
+            raise NotComparable(f"attribute {target} is not known to be the same tensor")
+
+
 def _differing(old: fx.Node, new: fx.Node) -> list[tuple[fx.Node, fx.Node]] | None:
     """Pairs of arguments with different names of two nodes that are one call; None where they are not."""
     if old.op != new.op or old.target != new.target:
@@ -193,10 +224,17 @@ def signature(obligation: Obligation) -> str:
         for i, n in enumerate(side.inner):
             own[n] = f"${i}"
             args = pytree.tree_map_only(fx.Node, lambda a: own.get(a, a.name), (n.args, n.kwargs))
-            target = f"attribute {n.target}" if n.op == "get_attr" else n.target
+            target = _attribute(n) if n.op == "get_attr" else n.target
             lines.append(f"{target}{args} {_layout(n)} {n.meta.get('grad_enabled')}")
         lines.append("==")
     return "\n".join(lines)
+
+
+def _attribute(n: fx.Node) -> str:
+    """A constant by its name, and by its number where it is one: proofs read that."""
+    value = attribute_of(n.graph.owning_module, str(n.target))
+    number = isinstance(value, torch.Tensor) and value.numel() == 1 and not fake.is_fake(value)
+    return f"attribute {n.target}{f' = {value.item()}' if number else ''}"
 
 
 def _layout(n: fx.Node) -> Any:

@@ -73,11 +73,18 @@ def prove_pass(p: Pass, before: fx.GraphModule, after: fx.GraphModule, report: P
         return []
     original = fx_graph.copy_graph(before)
     outcomes: list[tuple[set[str], Outcome]] = []
-    for old, new in _graphs(before, fx_graph.copy_graph(after)):
-        outcomes += _outcomes(old, new)
+    try:
+        for old, new in _graphs(before, fx_graph.copy_graph(after)):
+            outcomes += _outcomes(old, new)
+    except NotComparable as error:
+        outcomes.append((set(), Outcome(str(error))))
+    except Exception as error:  # noqa: BLE001  a fault of the prover is none of the pass
+        outcomes.append((set(), _failed(error)))
     results, values = [], ""
+    rewritten = {name for site in report.rewrites for name in site.nodes}
     for site in report.rewrites:
-        mine = [o for names, o in outcomes if names & set(site.nodes)] or [o for _, o in outcomes]
+        mine = [o for names, o in outcomes if names & set(site.nodes) or not names & rewritten]
+        mine = mine or [o for _, o in outcomes]
         if refuted := [o for o in mine if o.witness]:
             place = " ".join(w for w in (site.module, site.source) if w) or ", ".join(site.nodes)
             raise ProofError(
@@ -115,7 +122,10 @@ def _on_values(p: Pass, before: fx.GraphModule, after: fx.GraphModule) -> str:
 def _graphs(before: fx.GraphModule, after: fx.GraphModule) -> list[tuple[fx.GraphModule, fx.GraphModule]]:
     """The two graphs and the graphs within them that belong together."""
     results = [(before, after)]
-    for old, new in zip(bodies(before), bodies(after)):
+    inner = [bodies(gm) for gm in (before, after)]
+    if len(inner[0]) != len(inner[1]):
+        raise NotComparable("another number of graphs within the graph")
+    for old, new in zip(*inner):
         results += _graphs(old, new)
     return results
 
@@ -126,10 +136,7 @@ def _outcomes(before: fx.GraphModule, after: fx.GraphModule) -> list[tuple[set[s
         if any(n.op == "call_function" and tracing.is_mutable(n.target) for n in gm.graph.nodes):
             make_writes_functional(gm)
             annotate(gm)
-    try:
-        diff = Diff(before, after)
-    except NotComparable as error:
-        return [({n.name for n in before.graph.nodes}, Outcome(str(error)))]
+    diff = Diff(before, after)
     results = []
     for a, b in diff.in_order():
         obligation = diff.obligation(a, b)
@@ -185,12 +192,20 @@ def _tried(obligation: Obligation) -> Outcome:
         return Outcome(str(error))
     except RecursionError:
         return Outcome("terms nest too deeply")
+    except Exception as error:  # noqa: BLE001  a fault of the prover is none of the pass
+        return _failed(error)
     if left is None:
         return Outcome()
     try:
         return Outcome(f"left is {left}", str(left), witness(before, after) or "")
-    except NoNumber as error:
-        return Outcome(f"left is {left}, which has no number ({error})", str(left))
+    except Exception as error:  # noqa: BLE001  without a number nothing is refuted
+        why = error if isinstance(error, NoNumber) else _failed(error).reason
+        return Outcome(f"left is {left}, which has no number ({why})", str(left))
+
+
+def _failed(error: Exception) -> Outcome:
+    lines = str(error).splitlines() or [""]
+    return Outcome(f"the proof failed with {type(error).__name__}: {lines[0][:120]}")
 
 
 def _sizes(n: fx.Node) -> list[Any]:

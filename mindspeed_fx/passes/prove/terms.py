@@ -25,6 +25,15 @@ MOST_TERMS = 3000
 RELATIVE = 1e-11
 """Constants that differ by less are one: the same number, computed in two orders in float64."""
 
+LAWS: dict[str, Callable[..., Any]] = {}
+"""Functions of the files above this one that a product needs, by name: they are written with products themselves."""
+
+
+def law(function: Callable) -> Callable:
+    """Make ``function`` known to products."""
+    LAWS[function.__name__] = function
+    return function
+
 
 class TooLarge(Exception):
     """A term outgrew what is worth expanding; the text says which."""
@@ -40,9 +49,8 @@ class Atom:
         self.order: Any = None
 
     def __repr__(self) -> str:
-        from mindspeed_fx.passes.prove.text import atom_text
 
-        return atom_text(self)
+        return LAWS["atom_text"](self)
 
 
 class Poly:
@@ -62,9 +70,8 @@ class Poly:
         return self.terms.get(()) if len(self.terms) == 1 else None
 
     def __repr__(self) -> str:
-        from mindspeed_fx.passes.prove.text import poly_text
 
-        return poly_text(self)
+        return LAWS["poly_text"](self)
 
 
 _ATOMS: dict[tuple, Atom] = {}
@@ -216,8 +223,6 @@ def _ordered(powers: dict[Atom, Any]) -> Mono:
 def _with_laws(powers: dict[Atom, Any]) -> Poly:
     """A product with atoms of kinds in :data:`SPECIAL`: [c]^2 = [c], exp(u) exp(v) = exp(u + v), i^2 = -1, and whole
     powers of a sum are expanded."""
-    from mindspeed_fx.passes.prove import conditions, functions
-
     plain: dict[Atom, Any] = {}
     others: list[Poly] = []
     conds: list[Atom] = []
@@ -235,17 +240,17 @@ def _with_laws(powers: dict[Atom, Any]) -> Poly:
             if e % 2:
                 plain[a] = 1
         elif a.kind == "wrap" and e > 0 and normal_power(e) == int(e):
-            others.append(functions.power(a.data[0], int(e)))
+            others.append(LAWS["power"](a.data[0], int(e)))
         else:
             plain[a] = e
-    kept = conditions.strictest(conds)
+    kept = LAWS["strictest"](conds)
     if kept is None:
         return const(0)
     plain.update(dict.fromkeys(kept, 1))
     if len(exponents) == 1 and exponents[0].constant is None:
-        exp = functions.exponential(exponents[0])
+        exp = LAWS["exponential"](exponents[0])
     else:
-        exp = functions.exponential(add(*exponents)) if exponents else const(1)
+        exp = LAWS["exponential"](add(*exponents)) if exponents else const(1)
     if len(exp.terms) == 1 and not others:
         (mono, c), *_ = exp.terms.items()
         if len(mono) == 1 and mono[0][0].kind == "exp" and mono[0][1] == 1:
@@ -328,12 +333,10 @@ def depends(p: Poly | Atom, v: Atom) -> bool:
 
 def map_terms(p: Poly, f: Callable[[Atom], Poly]) -> Poly:
     """``p`` with ``f(atom)`` for every atom."""
-    from mindspeed_fx.passes.prove.functions import power
-
     parts = []
     for m, c in p.terms.items():
         factor = const(1)
         for a, e in m:
-            factor = mul(factor, power(f(a), e))
+            factor = mul(factor, LAWS["power"](f(a), e))
         parts.append(scale(factor, c))
     return add(*parts)

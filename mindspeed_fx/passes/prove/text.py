@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspeed_fx.passes.prove.terms import Atom, Poly
+from mindspeed_fx.passes.prove.terms import Atom, Poly, law
 
 LONGEST = 400
 SIGNS = {"ge": ">= 0", "eq": "== 0", "gt": "> 0", "zero": "== 0"}
 
 
+@law
 def poly_text(p: Poly) -> str:
     parts = []
     for mono, c in list(p.terms.items())[:12]:
@@ -20,6 +21,7 @@ def poly_text(p: Poly) -> str:
     return (text or "0")[:LONGEST]
 
 
+@law
 def atom_text(a: Atom) -> str:
     if a.kind == "var":
         return a.data[0]
