@@ -161,13 +161,13 @@ class _Step:
 
     def _saved(self, place: list[int]) -> float:
         inside = set(place)
-        made = {key for k in place for key in self.kernels[k].writes}
-        leaving = {key for key in made if self._leaves(key, inside)}
+        new = {key for k in place for key in self.kernels[k].writes}
+        leaving = {key for key in new if self._leaves(key, inside)}
         total = 0.0
         for stage in STEP:
             part = [self.kernels[k] for k in place if self.kernels[k].stage == stage]
             if part:
-                entering = {key: size for kernel in part for key, size in kernel.reads.items() if key not in made}
+                entering = {key: size for kernel in part for key, size in kernel.reads.items() if key not in new}
                 written = {key: size for kernel in part for key, size in kernel.writes.items() if key in leaving}
                 total += sum(kernel.node.seconds for kernel in part) - self._as_one(stage, part, entering, written)
         return total
