@@ -340,3 +340,10 @@ def in_one_graph(error: type[Exception], what: str) -> Iterator[None]:
             f"{what} takes a model that is one graph, and Dynamo breaks this one{at} "
             f"({str(e).strip().splitlines()[0]}); take that call out of forward"
         ) from None
+
+
+def core_decompositions() -> dict:
+    """What torch takes apart into its core operators."""
+    from torch._decomp import core_aten_decompositions
+
+    return dict(core_aten_decompositions())

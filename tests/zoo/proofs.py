@@ -85,7 +85,8 @@ def markdown(rows: dict[str, str]) -> str:
         f'Of {sites} sites that the passes on captured graphs rewrite in these architectures, `check="prove"` proves '
         f"{totals[0]} ({100 * totals[0] / max(sites, 1):.1f} %); {totals[1]} more agree on values, of {totals[2]} "
         "nothing is known. What a proof says and how it is found: [passes.md](passes.md#proofs).",
-        "Seconds are those of capture, rewriting and proof together, on a loaded machine.",
+        "A row is from the last run that tried its architecture (`--update`). Seconds are those of capture, rewriting "
+        "and proof together, on a loaded machine.",
         "",
         "| pass | proved | sites | share |",
         "|---|---|---|---|",

@@ -169,7 +169,7 @@ def _traced(node: fx.Node) -> fx.GraphModule | None:
 
 
 def _trace(run: Any, tensors: list[torch.Tensor], target: Any) -> fx.GraphModule | None:
-    for table in (None, _decompositions()):
+    for table in (None, tracing.core_decompositions()):
         try:
             body = tracing.make_fx_decomposed(run, tensors, table)
         except Exception as error:  # noqa: BLE001  whatever the operator raises: it stays whole
@@ -180,12 +180,6 @@ def _trace(run: Any, tensors: list[torch.Tensor], target: Any) -> fx.GraphModule
                 body = tracing.make_fx_decomposed(torch.func.functionalize(run), tensors, table)
             return body
     return None
-
-
-def _decompositions() -> dict:
-    from torch._decomp import core_aten_decompositions
-
-    return dict(core_aten_decompositions())
 
 
 def _opaque(node: fx.Node, val: Any, args: Any, kwargs: Any) -> Any:
