@@ -332,9 +332,8 @@ class Compilation:
         progress.enter(f"{direction} codegen")
 
     def run_eagerly(self, gm: fx.GraphModule, inputs: Sequence[Any], side: str) -> Callable:
-        with self._progress():
-            with dynamo.alone():
-                self.finish_side(gm, side)
+        with self._progress(), dynamo.alone():
+            self.finish_side(gm, side)
         if self.late is not None and side == "backward":
             queue, weights = self.late
             return late_gradients.run_in_parts(gm, list(weights.values()), list(weights), queue)

@@ -218,21 +218,19 @@ def _concatenate(node: fx.Node) -> None:
         return
     source = kept[0]
     laid_out_alike = value.stride() == source.meta["val"].stride() and value.dtype == source.meta["val"].dtype
-    if len(kept) == 1 and laid_out_alike and not (_is_seen_outside(node) or _is_seen_outside(source)):
+    if len(kept) == 1 and laid_out_alike and not _are_seen_outside(node, source):
         node.replace_all_uses_with(source)
     elif len(kept) < len(tensors):
         _replace(node, aten.cat.default, (kept, argument(node, "dim")))
 
 
-def _is_seen_outside(node: fx.Node) -> bool:
-    """Whether a caller could tell the memory of ``node`` from that of a copy: it is written, an input or a result."""
-    graph = node.graph
-    outside = [
-        *graph.find_nodes(op="placeholder"),
-        *graph.find_nodes(op="get_attr"),
-        *graph.output_node().all_input_nodes,
-    ]
-    return node.meta["mutated"] or any(_same_storage(node, n) for n in outside)
+def _are_seen_outside(*nodes: fx.Node) -> bool:
+    """Whether a caller could tell the memory of one of them from that of a copy: it is written, an input or a
+    result."""
+    graph = nodes[0].graph
+    inputs = [*graph.find_nodes(op="placeholder"), *graph.find_nodes(op="get_attr")]
+    outside = [*inputs, *graph.output_node().all_input_nodes]
+    return any(n.meta["mutated"] or any(_same_storage(n, other) for other in outside) for n in nodes)
 
 
 _SPELLINGS: dict[Any, Callable[[fx.Node], None]] = {

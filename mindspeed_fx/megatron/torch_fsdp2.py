@@ -31,18 +31,16 @@ def is_divided(chunk: torch.nn.Module) -> bool:
     return False
 
 
-def compile_layers(model: torch.nn.Module, options: dict[str, Any]) -> int:
-    """Compile the forward of every transformer layer of ``model``, in place; how many.
+def compile_layers(model: torch.nn.Module, options: dict[str, Any]) -> None:
+    """Compile the forward of every transformer layer of ``model``, in place.
 
     Args:
         options: of the backend.
     """
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    layers = [m for m in model.modules() if isinstance(m, TransformerLayer)]
-    for layer in layers:
+    for layer in (m for m in model.modules() if isinstance(m, TransformerLayer)):
         layer.forward = torch.compile(layer.forward, backend="mindspeed", fullgraph=True, options=options)
-    return len(layers)
 
 
 def table() -> list[Patch]:
