@@ -23,9 +23,12 @@ from mindspeed_fx.megatron import (
     shortcut,
     sparse_attention,
     sparse_mixer,
+    square_root_router,
     zero_experts,
     zero_memory,
 )
+from mindspeed_fx.megatron.deepseek4 import model as deepseek4
+from mindspeed_fx.megatron.deepseek4.settings import NAME as DEEPSEEK4
 from mindspeed_fx.megatron.flags import recomputed
 from mindspeed_fx.megatron.flags.llm_parts import ALL_HEADS, DENSE_BIAS, POST_NORM, SHORTCUT
 from mindspeed_fx.megatron.norm import AllHeadsRMSNorm, OffsetRMSNorm
@@ -39,6 +42,8 @@ def gpt_model_init(self: Any, *args: Any, **kwargs: Any) -> None:
     flags = training_arguments()
     if getattr(flags, "mindspeed_layers", None) == SHORTCUT:
         args, kwargs = _with_shortcuts(args, kwargs)
+    if getattr(flags, "mindspeed_layers", None) == DEEPSEEK4:
+        args, kwargs = deepseek4.with_layers(args, kwargs, flags)
     patches.original(TARGET)(self, *args, **kwargs)
     if flags is not None:
         add_parts(self, flags)
@@ -64,8 +69,12 @@ def add_parts(model: Any, args: Namespace) -> None:
         _scale_logits(model.output_layer, args)
     if model.post_process and getattr(args, "add_output_layer_bias", False):
         biases.add_to_columns(model.output_layer)
-    if getattr(args, "enable_dsa_indexer", False):
+    if getattr(args, "mindspeed_layers", None) == DEEPSEEK4:
+        deepseek4.add_parts(model, args)
+    elif getattr(args, "enable_dsa_indexer", False):
         sparse_attention.add_indexers(model, args)
+    if getattr(args, "square_root_scores", False):
+        square_root_router.change_routers(model)
     for layer in model.decoder.layers:
         _change_layer(layer, args)
     if getattr(args, "gemm_gradient_accumulation_fusion", False):

@@ -22,6 +22,7 @@ from mindspeed_fx.megatron import (
     dispatch,
     experts,
     patches,
+    square_root_router,
     zero_experts,
     zero_memory,
 )
@@ -34,15 +35,26 @@ DISPATCHER = "transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
 def layer_forward(
     self: Any, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
 ) -> tuple[Tensor, None]:
-    """``MoELayer.forward`` of hidden states [seq, batch, hidden] where all experts are here; Megatron's elsewhere."""
+    """``MoELayer.forward`` of hidden states [seq, batch, hidden] where all experts are here; Megatron's elsewhere.
+
+    Args:
+        padding_mask: bool [batch, seq]; for a router with a table of experts the tokens.
+    """
     from megatron.core.transformer.moe.experts import SequentialMLP
 
     config = self.config
     special = config.moe_latent_size or config.moe_router_padding_for_quantization or config.fp8 or config.fp4
+    has_table = square_root_router.has_table(self)
     if special or intermediate_tensors is not None or type(self.experts) is not SequentialMLP:
+        if has_table:
+            raise ValueError(
+                "--n-hash-layers: experts are Megatron's SequentialMLP there, in the type of the model; remove "
+                "--moe-latent-size, --moe-router-padding-for-quantization, --fp8-format, --fp4-format"
+            )
         return patches.original(LAYER)(self, hidden_states, intermediate_tensors, padding_mask)
     if padding_mask is not None:
-        padding_mask = padding_mask.transpose(0, 1).bool()
+        padding_mask = padding_mask.transpose(0, 1)
+        padding_mask = padding_mask if has_table else padding_mask.bool()
     if self.moe_layer_recompute and self.training:
         return checkpoint.checkpoint(_forward, False, self, hidden_states, padding_mask), None
     return _forward(self, hidden_states, padding_mask), None
@@ -54,7 +66,8 @@ def _forward(self: Any, hidden_states: Tensor, padding_mask: Tensor | None) -> T
     shared = zero_memory.whole(self, _shared, self, hidden_states)
     probs, routing_map = self.route(hidden_states, padding_mask)
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-    dropless = config.moe_expert_capacity_factor is None and padding_mask is None
+    is_padded = padding_mask is not None and not square_root_router.has_table(self)
+    dropless = config.moe_expert_capacity_factor is None and not is_padded
     returned = None
     if zero_experts.count_of(self):  # some of a token's experts are none of those that compute
         returned, probs, routing_map = zero_experts.split(self, tokens, probs, routing_map)

@@ -188,7 +188,8 @@ class SparseAttention(nn.Module):
         out = out.permute(2, 0, 1, 3).flatten(2)
         if scores is None or not (self.training and torch.is_grad_enabled()) or not self.settings.loss_coefficient:
             return out
-        return self._attach(out, self._loss(scores, shared.indices, self._target(q.detach(), k.detach(), seen)))
+        loss = self._loss(scores, shared.indices, self._target(q.detach(), k.detach(), seen))
+        return attach_loss(out, loss, self.place, self.config)
 
     def _scores(self, x: Tensor, latent: Tensor) -> Tensor:
         assert self.indexer is not None
@@ -211,13 +212,36 @@ class SparseAttention(nn.Module):
         wanted = functional.normalize(target.gather(-1, indices), p=1.0, dim=-1) + EPSILON
         return (wanted * (wanted.log() - likely.log())).sum(-1).mean() * self.settings.loss_coefficient
 
-    def _attach(self, out: Tensor, loss: Tensor) -> Tensor:
-        """The loss gets the scale of the routers' losses, which schedules set: that of a microbatch's main loss."""
-        from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
-        from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-        DSAIndexerLossLoggingHelper.tracker["values"][self.place] += loss.detach()
-        return MoEAuxLossAutoScaler.apply(out, loss)
+def attach_loss(out: Tensor, loss: Tensor, place: int, config: Any, parts: int = 1) -> Tensor:
+    """``out``, whose backward is that of an indexer's loss too; the loss is logged.
+
+    It gets the scale of the routers' losses, which schedules set: that of a microbatch's main loss.
+
+    Args:
+        out: [rows, batch, ...] of the layer.
+        loss: the mean over these tokens.
+        place: where it is logged.
+        config: Megatron's TransformerConfig.
+        parts: context-parallel ranks, each with as many tokens; the loss is the mean over all.
+    """
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    DSAIndexerLossLoggingHelper.tracker["values"][place] += loss.detach()
+    if config.calculate_per_token_loss:  # gradients are divided by the number of all tokens at last
+        return MoEAuxLossAutoScaler.apply(out, loss * (out.shape[0] * out.shape[1]))
+    return MoEAuxLossAutoScaler.apply(out, loss / parts if parts > 1 else loss)
+
+
+def prepare_log(config: Any) -> None:
+    """Make the places where losses of indexers are logged, one a layer."""
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+
+    places = torch.zeros(config.num_layers + (config.mtp_num_layers or 0), device=current_device())
+    groups = dict(reduce_group=None, avg_group=None)
+    for name, value in {"values": places, **groups}.items():
+        DSAIndexerLossLoggingHelper.tracker.setdefault(name, value)
 
 
 def add_indexers(model: Any, args: Namespace) -> None:
@@ -226,13 +250,8 @@ def add_indexers(model: Any, args: Namespace) -> None:
     Raises:
         ValueError: layers that share a choice are on different stages.
     """
-    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
-
     settings, layers = settings_of(args), model.config.num_layers
-    places = torch.zeros(layers + (model.config.mtp_num_layers or 0), device=current_device())
-    groups = dict(reduce_group=None, avg_group=None)
-    for name, value in {"values": places, **groups}.items():
-        DSAIndexerLossLoggingHelper.tracker.setdefault(name, value)
+    prepare_log(model.config)
     sources = index_sharing.sources(args, layers)
     here = {layer.layer_number for layer in model.decoder.layers}
     for layer in model.decoder.layers:

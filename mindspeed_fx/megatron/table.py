@@ -43,6 +43,7 @@ from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
     zero_experts,
     zero_memory,
 )
+from mindspeed_fx.megatron.deepseek4 import streams
 from mindspeed_fx.megatron.groups import has_accelerator
 from mindspeed_fx.megatron.patches import EVERYWHERE, IN_GRAPH, WITHOUT_ACCELERATOR, WITHOUT_CUDA, Patch
 
@@ -144,6 +145,7 @@ def _everywhere() -> list[Patch]:
         *context_parallel.table(),
         *ripipe.table(),
         *several_tensors.table(),
+        *streams.table(),
         Patch(
             groups.NCCL_OPTIONS,
             groups.get_nccl_options,

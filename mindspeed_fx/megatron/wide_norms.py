@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mindspeed_fx.megatron import patches
+from mindspeed_fx.megatron.deepseek4 import streams
 from mindspeed_fx.megatron.patches import EVERYWHERE, Patch
 from mindspeed_fx.megatron.run_arguments import training_arguments
 
@@ -20,8 +21,10 @@ LOAD = "optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_opt
 
 
 def float16_module_init(self: Any, *args: Any, **kwargs: Any) -> None:
-    """``Float16Module.__init__``, after which norms have float32 weights where the run asks for it."""
+    """``Float16Module.__init__``, after which norms have float32 weights where the run asks for it, and the mixing of
+    streams always."""
     patches.original(TARGET)(self, *args, **kwargs)
+    streams.widen(self.module)
     if getattr(training_arguments(), "init_norm_weight_in_fp32", False):
         widen(self.module)
 

@@ -6,6 +6,7 @@ from argparse import Namespace
 from typing import Any
 
 from mindspeed_fx.megatron.flags.flag import MEGATRON, OPTION, REFUSED, Flag, NotDone, get, number, switch, word
+from mindspeed_fx.megatron.flags.llm_deepseek4 import set_layers
 from mindspeed_fx.megatron.flags.llm_parts import ALL_HEADS, DENSE_BIAS, POST_NORM, SHORTCUT
 from mindspeed_fx.megatron.flags.rope_scaling import set_scaling
 
@@ -24,6 +25,7 @@ SPECS = {
     "phi35_moe_spec": "attention whose output projection may have a bias of its own, by --add-dense-bias",
     "longcat_spec": "two latent attentions and two MLPs a layer, experts beside them",
     "plm_spec": "latent attention with a norm of keys and values",
+    "deepseek4_spec": "several streams, keys pooled, experts in part by a table",
     "qwen3_next_spec": "delta nets between attention with a gate, by --full-attention-interval",
 }
 """Layer specs of MindSpeed-LLM whose layers are Megatron's own, or nearly."""
@@ -78,6 +80,8 @@ def _spec(args: Namespace) -> str:
     if name == "longcat_spec":
         _refuse_beside_shortcuts(args)
         args.mindspeed_layers = SHORTCUT
+    if name == "deepseek4_spec":
+        set_layers(args)
     if name == "phi35_moe_spec":
         args.mindspeed_layers = DENSE_BIAS
     if name == "qwen3_next_spec" and not get(args, "full_attention_interval"):
@@ -299,14 +303,6 @@ FLAGS = [
         "gated_linear_unit and activation_func of Megatron-core's configuration",
         act=_gelu_gate("tanh"),
         shown_by="test_a_gate_of_gelu",
-        llm=True,
-    ),
-    number(
-        "--swiglu-limit",
-        0.0,
-        REFUSED,
-        "gate and up are clamped",
-        "Megatron's `--activation-func-clamp-value` clamps another way for SwiGLU; remove the flag",
         llm=True,
     ),
     switch("--use-triton-swiglu-limit", REFUSED, "the clamped gate as one kernel", "remove it", skip=True, llm=True),

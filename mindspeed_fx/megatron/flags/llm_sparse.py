@@ -8,6 +8,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+from mindspeed_fx.megatron.deepseek4.settings import NAME as DEEPSEEK4
 from mindspeed_fx.megatron.flags.flag import OPTION, Flag, NotDone, get, setting, switch
 
 DSA = "--enable-dsa-indexer"
@@ -15,6 +16,9 @@ LOSS = "its loss takes the scale of the routers' losses"
 
 
 def _sparse(args: Namespace) -> str:
+    if get(args, "mindspeed_layers") == DEEPSEEK4:
+        args.dsa_indexer_loss_coeff = get(args, "indexer_loss_coeff", 1.0)
+        return f"layers with overlapping pools see {get(args, 'index_topk', 2048)} entries, which an indexer chooses"
     _refuse_models(args)
     _refuse_beside(args)
     if get(args, "index_topk_freq", 1) > 1 or get(args, "index_topk_pattern"):
@@ -82,8 +86,9 @@ FLAGS = [
         OPTION,
         "sparse attention with an indexer",
         "latent attention under the mask of the tokens that the indexer has chosen, and the indexer's loss; without "
-        "the Hadamard rotation, which leaves scores as they are; every tensor-parallel rank has the whole indexer; an "
-        "error without experts, with context parallelism, documents or dropout of attention",
+        "the Hadamard rotation, which leaves scores as they are; every tensor-parallel rank has the whole indexer; in "
+        "DeepSeek-V4's layers it chooses among entries; an error without experts, with context parallelism (but there), "
+        "documents or dropout of attention",
         act=_sparse,
         shown_by="test_sparse_attention.py::test_a_layer_by_formula",
         llm=True,

@@ -190,8 +190,6 @@ def _alltoall(args: Namespace) -> str:
     return f"{result}, {shared}: capacity counts the tokens of all tensor-parallel ranks"
 
 
-SAME_TYPE = "--moe-router-score-function sigmoid or softmax"
-
 FLAGS: list[Flag] = [
     switch(
         "--norm-topk-prob",
@@ -272,7 +270,6 @@ FLAGS: list[Flag] = [
         shown_by="test_longcat.py::test_experts_by_formula",
         llm=True,
     ),
-    number("--n-hash-layers", 0, REFUSED, "experts by a table of tokens", "Megatron has no such router", llm=True),
     added(
         "--moe-token-dispatcher-type",
         "alltoall_seq",
@@ -318,14 +315,6 @@ FLAGS: list[Flag] = [
         "type none, whose routers draw so (megatron.sparse_mixer)",
         act=_sparse_mixer,
         shown_by="test_phi_and_plm.py::test_sparse_mixer",
-        llm=True,
-    ),
-    added(
-        "--moe-router-score-function",
-        "sqrtsoftplus",
-        REFUSED,
-        "scores sqrt(softplus(l))",
-        f"Megatron has no such score; use {SAME_TYPE}",
         llm=True,
     ),
     added("--moe-router-dtype", "fp8", REFUSED, "the router's product in 8 bits", "use --moe-router-dtype fp32"),

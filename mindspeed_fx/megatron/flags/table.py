@@ -7,11 +7,11 @@ from mindspeed_fx.megatron.flags import (
     former_names,
     fusion,
     llm_data,
+    llm_deepseek4,
     llm_delta,
     llm_model,
     llm_parts,
     llm_sparse,
-    llm_variants,
     memory,
     moe,
     optimizer,
@@ -31,7 +31,7 @@ SUBJECTS: dict[str, list[Flag]] = {
     "Parts of models (MindSpeed-LLM)": llm_parts.FLAGS,  # after --spec, which says what layers there are
     "Delta nets (MindSpeed-LLM)": llm_delta.FLAGS,
     "Sparse attention (MindSpeed-LLM)": llm_sparse.FLAGS,
-    "Other models (MindSpeed-LLM)": llm_variants.FLAGS,
+    "DeepSeek-V4 (MindSpeed-LLM)": llm_deepseek4.FLAGS,  # before noop layers are left out, which it counts
     "Experts": moe.FLAGS,  # layers with experts before --noop-layers, which counts them
     "Communication": communication.FLAGS,
     "Routers": router.FLAGS,
