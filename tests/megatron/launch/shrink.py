@@ -154,7 +154,9 @@ def _layers(args: Arguments, mesh: Mesh) -> int:
     for flag in ("", "activation-function-", "norm-"):
         args.lower(f"--recompute-{flag}num-layers", per_chunk)
     if "--compress-ratios" in args:
-        args.put("--compress-ratios", *args["--compress-ratios"][:layers])
+        kinds = list(dict.fromkeys(args["--compress-ratios"]))  # one layer of each before another of the same
+        again = [r for r in args["--compress-ratios"] if r != "0"]
+        args.put("--compress-ratios", *(min(int(r), 16) for r in [*kinds, *again][:layers]))
     return layers
 
 
@@ -199,6 +201,8 @@ def _widths(args: Arguments, mesh: Mesh) -> None:
     args.lower("--rope-scaling-original-max-position-embeddings", 16)
     args.lower("--interleave-sliding-window", 16)
     args.lower("--sliding-window-size", 16)
+    args.lower("--o-groups", 2 * mesh.tp)
+    args.lower("--o-lora-rank", 16)
 
 
 def _experts(args: Arguments, mesh: Mesh, layers: int) -> None:

@@ -33,7 +33,7 @@ LOSS_SCALE = 1024
 """Of float16 runs: with Megatron's first scale, 2**32, the three steps are skipped and nothing is compared."""
 SECONDS = 900
 """A run's limit: eight processes on two cores compile for minutes."""
-ENTRIES = ("pretrain_gpt.py", "pretrain_gpt_llm.py")
+ENTRIES = ("pretrain_gpt.py", "pretrain_gpt_llm.py", "pretrain_deepseek4.py")
 """Entry scripts whose arguments are run through Megatron-LM's pretrain_gpt.py."""
 KINDS = r"^[\w.]*(Error|Exception|refused|Unsupported)"
 
