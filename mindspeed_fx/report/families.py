@@ -29,6 +29,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "norms": (*KINDS["norms"], "fusion.add_rms_norm", "fusion.add_layer_norm"),
     "losses": (*KINDS["losses"], "fusion.linear_cross_entropy", "fusion.linear_cross_entropy_backward"),
     "convolutions": ("fusion.causal_conv1d",),
+    "hyper-connections": ("fusion.sinkhorn_knopp",),
     "dropout": ("fusion.dropout_add", "fusion.dropout_add_seeded"),
     "joined layers": ("fusion.merged_linear",),
     "products": ("lowering.onednn", "lowering.narrow_products"),

@@ -57,6 +57,16 @@ class Fusion:
     """Types that it is for; (): all."""
 
 
+def _divided_in_turn(x):
+    """Sinkhorn's algorithm as models with hyper-connections have it."""
+    x = x.softmax(-1) + 1e-6
+    x = x / (x.sum(-2, keepdim=True) + 1e-6)
+    for _ in range(3):
+        x = x / (x.sum(-1, keepdim=True) + 1e-6)
+        x = x / (x.sum(-2, keepdim=True) + 1e-6)
+    return x
+
+
 def _leaf(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.randn(*shape).to(dtype).requires_grad_()
 
@@ -311,6 +321,11 @@ FUSIONS = (
     Fusion("fusion.swiglu", lambda a, b: F.silu(a) * b, lambda s, t: _hidden(s, t, 2)),
     Fusion("fusion.activation", lambda x: F.relu(x).square(), lambda s, t: _hidden(s, t)),
     Fusion("fusion.glu", lambda a, b: F.gelu(a) * b, lambda s, t: _hidden(s, t, 2)),
+    Fusion(
+        "fusion.sinkhorn_knopp",
+        _divided_in_turn,
+        lambda s, t: (_leaf(t, s.batch, s.seq, 4, 4),),
+    ),
     Fusion(
         "fusion.weighted_swiglu",
         lambda a, b, w: F.silu(a) * b * w,

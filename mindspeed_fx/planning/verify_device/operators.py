@@ -200,6 +200,8 @@ def _state_spaces(m: Maker) -> Losses:
         states = None if whole else m.randn(b, h, d)
         out, final, _ = ops.selective_scan(*arguments, m.randn(b, d, s), m.randn(b, d, s), *channels, states, whole)
         yield out**2 + final.sum(-1, keepdim=True)
+    for iterations in (1, 4):
+        yield ops.sinkhorn_knopp(m.randn(b, s, n, n), iterations, 1e-6) ** 2
     for bias in (m.randn(h), None):
         yield ops.causal_conv1d(m.randn(b, h, s), m.randn(h, 4), bias, bias is None) ** 2
 
