@@ -164,8 +164,9 @@ def _divide(config: Any, settings: Settings, ranks: int) -> tuple[int, int]:
     """
     heads, groups = config.num_attention_heads, settings.output_groups
     if heads % groups or groups % ranks:
+        valid = [n for n in range(ranks, heads + 1, ranks) if heads % n == 0]
         raise ValueError(
             f"--o-groups {groups}: {heads} heads (--num-attention-heads) do not divide by the groups, or these by "
-            f"{ranks} tensor-parallel ranks; valid: {[n for n in range(1, heads + 1) if not heads % n and not n % ranks]}"
+            f"{ranks} tensor-parallel ranks; valid: {valid}"
         )
     return heads // ranks, groups // ranks

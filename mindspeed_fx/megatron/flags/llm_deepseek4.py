@@ -259,7 +259,7 @@ FLAGS = [
         "sqrtsoftplus",
         OPTION,
         "scores sqrt(softplus(l))",
-        "routers score so, with a bias of experts and a loss of each sequence; an error with another loss or a capacity",
+        "routers score so, with a bias of experts and a loss of each sequence; an error with another loss, a capacity",
         act=_scores,
         shown_by=_shown("test_experts_by_formula"),
         llm=True,

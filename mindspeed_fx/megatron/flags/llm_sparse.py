@@ -87,8 +87,8 @@ FLAGS = [
         "sparse attention with an indexer",
         "latent attention under the mask of the tokens that the indexer has chosen, and the indexer's loss; without "
         "the Hadamard rotation, which leaves scores as they are; every tensor-parallel rank has the whole indexer; in "
-        "DeepSeek-V4's layers it chooses among entries; an error without experts, with context parallelism (but there), "
-        "documents or dropout of attention",
+        "DeepSeek-V4's layers it chooses among entries; an error without experts, with documents or dropout of "
+        "attention, and but in these layers with context parallelism",
         act=_sparse,
         shown_by="test_sparse_attention.py::test_a_layer_by_formula",
         llm=True,

@@ -70,7 +70,7 @@ MODEL = {
         (f"--spec {SPEC}.minimax_spec s --tensor-model-parallel-size 2", dict(error="on one rank")),
         (f"--spec {SPEC}.qwen3_next_spec layer_spec {DELTA}", dict(spec=None, linear_attention_freq=3)),
         (f"--spec {SPEC}.qwen3_next_spec layer_spec", dict(error="--full-attention-interval; give it")),
-        (f"--spec {SPEC}.deepseek4_spec layer_spec", dict(error="deepseek4_spec are not Megatron's own")),
+        (f"--spec {SPEC}.none_spec layer_spec", dict(error="none_spec are not Megatron's own")),
         ("--spec mine.layers spec", dict(spec=["mine.layers", "spec"])),
     ],
     "--rope-scaling-type": [

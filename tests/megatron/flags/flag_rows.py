@@ -1,9 +1,6 @@
 """Flags by what becomes of them: each name with a value to try, and the words that its line must hold."""
 
 REFUSED = {
-    "--activation-func-clamp-value": """
-    --swiglu-limit=0.5
-    """,
     "remove": """
     --use-triton-swiglu-limit --enable-mla-absorb --balanced-moe-experts --enable-expert-placement --aiqos
     --dist-train --attention-mask-on-cpu --output-layer-slice-num=3
@@ -13,8 +10,7 @@ REFUSED = {
     """,
     "--spec": """
     --no-post-layer-norm --share-kvstates
-    --input-layernorm-in-fp32 --cla-share-factor=3 --position-embedding-type=deepseek4 --kv-compress --enable-mhc
-    --mtp-spec=some
+    --input-layernorm-in-fp32 --cla-share-factor=3
     """,
     "--moe-input-jitter-eps": """
     --input-jitter
@@ -44,14 +40,8 @@ REFUSED = {
     "--moe-router-load-balancing-type global_aux_loss": """
     --use-global-aux-loss
     """,
-    "Megatron has no such router": """
-    --n-hash-layers=2
-    """,
     "--moe-router-load-balancing-type seq_aux_loss": """
     --moe-router-load-balancing-type=group_limited_greedy
-    """,
-    "--moe-router-score-function sigmoid": """
-    --moe-router-score-function=sqrtsoftplus
     """,
     "--moe-router-dtype fp32": """
     --moe-router-dtype=fp8

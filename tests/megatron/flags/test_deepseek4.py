@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch.nn import functional
 
-from mindspeed_fx.megatron.deepseek4 import layer as layers
+from mindspeed_fx.megatron.deepseek4 import layer as layer_specs
 from mindspeed_fx.megatron.deepseek4 import rotation, streams
 from mindspeed_fx.megatron.deepseek4.settings import settings_of
 from mindspeed_fx.megatron.model_parts import add_parts
+from mindspeed_fx.planning.explain import Report
+from mindspeed_fx.report import recorder
 from tests.megatron.flags.deepseek4_runs import DEEPSEEK4, LENGTH, WINDOW
 from tests.megatron.flags.test_values import apply
 
@@ -22,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("on_one_rank")
 HIDDEN, HEADS, WIDTH, ROTATED, RANK, VOCABULARY, EXPERTS, K = 32, 4, 8, 4, 24, 64, 8, 3
 
 
-def build(flags="", ahead=0, seed=0, **more):
+def build(flags="", ahead=0, layers=4, **more):
     """(flags, GPTModel of DeepSeek-V4's layers in float64 with random weights of all kinds)."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
@@ -31,7 +33,7 @@ def build(flags="", ahead=0, seed=0, **more):
 
     args = apply(f"{DEEPSEEK4} {flags}")
     args.padded_vocab_size = VOCABULARY
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     fields = dict(
         moe_router_load_balancing_type=args.moe_router_load_balancing_type,
         moe_aux_loss_coeff=args.moe_aux_loss_coeff,
@@ -46,7 +48,7 @@ def build(flags="", ahead=0, seed=0, **more):
         init_method_std=0.3,
         mtp_num_layers=ahead or None,
     )
-    config = tiny_gpt(layers=4, latent=True, experts=EXPERTS, **{**fields, **more}).config
+    config = tiny_gpt(layers=layers, latent=True, experts=EXPERTS, **{**fields, **more}).config
     spec = get_gpt_layer_local_spec(
         num_experts=EXPERTS, moe_grouped_gemm=False, normalization="RMSNorm", multi_latent_attention=True,
         qk_layernorm=True,
@@ -54,8 +56,8 @@ def build(flags="", ahead=0, seed=0, **more):
     settings = settings_of(args)
     after = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if ahead else None
     model = GPTModel(
-        config, layers.make_layers(spec, settings), vocab_size=VOCABULARY, max_sequence_length=LENGTH,
-        position_embedding_type="rope", mtp_block_spec=layers.make_layers(after, settings),
+        config, layer_specs.make_layers(spec, settings), vocab_size=VOCABULARY, max_sequence_length=LENGTH,
+        position_embedding_type="rope", mtp_block_spec=layer_specs.make_layers(after, settings),
     )  # fmt: skip
     add_parts(model, args)
     model.double()
@@ -91,8 +93,9 @@ def frequencies_by_formula(args, pooled):
     plain = [(args.compress_rope_theta if pooled else args.rope_theta) ** (-i / ROTATED) for i in range(0, ROTATED, 2)]
     if not pooled:
         return plain
-    place = lambda n: ROTATED * math.log(args.original_seq_len / (n * 2 * math.pi)) / (2 * math.log(args.compress_rope_theta))  # noqa: E501, E731
-    low, high = max(math.floor(place(args.beta_fast)), 0), min(math.ceil(place(args.beta_slow)), ROTATED - 1)
+    turns = [args.original_seq_len / (n * 2 * math.pi) for n in (args.beta_fast, args.beta_slow)]
+    fast, slow = (ROTATED * math.log(t) / (2 * math.log(args.compress_rope_theta)) for t in turns)
+    low, high = max(math.floor(fast), 0), min(math.ceil(slow), ROTATED - 1)
     ramp = [min(max((i - low) / (high - low), 0), 1) for i in range(ROTATED // 2)]
     return [f / args.rope_factor * r + f * (1 - r) for f, r in zip(plain, ramp)]
 
@@ -144,7 +147,8 @@ def attention_by_formula(args, attention, x):
             if scores is not None:
                 over = sorted(over, key=lambda j: -scores[t, j].item())[: args.index_topk]
             q = (attention.linear_q_up_proj.weight @ latent[t]).view(HEADS, WIDTH)
-            q = turned(q / (q.square().mean(-1, keepdim=True) + attention.config.layernorm_epsilon).sqrt(), t, frequency)
+            q = q / (q.square().mean(-1, keepdim=True) + attention.config.layernorm_epsilon).sqrt()
+            q = turned(q, t, frequency)
             seen = torch.stack([*keys[max(0, t - WINDOW + 1) : t + 1], *(entries[j] for j in over)])
             heads = []
             for h in range(HEADS):
@@ -297,7 +301,7 @@ def test_experts_by_formula(is_first):
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_loss_of_sequences(is_first, scale):
-    """E / (k T) of the tokens that an expert has, or would have without a bias, times its mean share, over sequences."""
+    """E / (k T) of the tokens that an expert has, or would have without a bias, times its mean share."""
     _, model = build(moe_aux_loss_coeff=0.3)
     router = model.decoder.layers[0 if is_first else 1].mlp.router
     torch.manual_seed(1)
@@ -432,20 +436,30 @@ def test_biases_move_without_those_of_tables():
 RECOMPUTED = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
-@pytest.mark.parametrize("config", [{}, RECOMPUTED])
+@pytest.mark.parametrize(
+    "config",
+    [
+        dict(ahead=0, flags="--num-layers 2 --compress-ratios 4 6", layers=2),
+        pytest.param(dict(ahead=1), marks=pytest.mark.slow),
+        pytest.param(dict(ahead=1, **RECOMPUTED), marks=pytest.mark.slow),
+    ],
+)
 def test_one_graph(config):
     """Compiled as eager, with gradients and multi-token prediction; recomputed as not."""
     from tests.megatron.gpt_models import batch, train
+    from tests.models import fusion_counts
 
+    plain = {name: value for name, value in config.items() if name not in RECOMPUTED}
     results = []
-    for is_compiled, fields in ((False, {}), (False, config), (True, config)):
-        if not is_compiled and fields and not config:
-            continue
-        _, model = build(ahead=1, moe_router_dtype="fp32", **fields)
+    for is_compiled, fields in ((False, plain), (False, config), (True, config)):
+        _, model = build(moe_router_dtype="fp32", **fields)
         compiled = torch.compile(model, backend="mindspeed", options={"codegen": "eager"}, fullgraph=True)
-        inputs = batch(seq=LENGTH)
-        results.append(train(model, inputs, compiled if is_compiled else None))
+        with recorder.collecting() as graphs:
+            results.append(train(model, batch(seq=LENGTH), compiled if is_compiled else None))
     for loss, grads in results[1:]:
         torch.testing.assert_close(loss, results[0][0])
         for name, gradient in results[0][1].items():
             torch.testing.assert_close(grads[name], gradient, rtol=1e-5, atol=1e-7)
+    counts = fusion_counts(Report(list(graphs), []))
+    layers = len(model.decoder.layers) + config["ahead"]
+    assert counts["fusion.sinkhorn_knopp"] == 2 * layers and counts["fusion.attention"] == layers, counts

@@ -8,6 +8,7 @@ import pytest
 
 from mindspeed_fx.megatron import flags
 from mindspeed_fx.megatron.flags.account import account
+from tests.megatron.flags import deepseek4_runs
 from tests.megatron.flags.effects import EFFECTS, EXPERTS, MODEL, PARALLEL
 from tests.megatron.flags.flag_rows import OWN, REFUSED, SETTINGS
 from tests.megatron.flags.model_effects import MODEL_EFFECTS, MORE_RUNS, SPARSE_MODEL
@@ -22,6 +23,8 @@ RUNS |= {
     "--profile": "--profile",
     "--disable-gloo-group": "--disable-gloo-group",
     "--full-attention-interval": "--full-attention-interval=2 --swiglu",
+    "--kv-compress": "--kv-compress",
+    "--enable-mhc": "--enable-mhc",
     "--enable-dsa-indexer": f"--enable-dsa-indexer {SPARSE_MODEL}",
     "--rope-scaling-type": "--rope-scaling-type=longrope",
     "--moe-adaptive-recompute-activation": "--moe-adaptive-recompute-activation --num-experts=4",
@@ -35,8 +38,9 @@ def key_of(words: str) -> str:
 
 
 def cases() -> dict[str, list[tuple[str, dict]]]:
-    runs = {**EFFECTS, **MODEL_EFFECTS}
-    runs |= {key: [*runs[key], *more] for key, more in MORE_RUNS.items()}
+    runs = {**EFFECTS, **MODEL_EFFECTS, **deepseek4_runs.EFFECTS}
+    for more_runs in (MORE_RUNS, deepseek4_runs.MORE_RUNS):
+        runs |= {key: [*runs[key], *more] for key, more in more_runs.items()}
     for way_out, block in REFUSED.items():
         runs |= {key_of(words): [(words, dict(error=way_out))] for words in block.split()}
     for parent, block in SETTINGS.items():

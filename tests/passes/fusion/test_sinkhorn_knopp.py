@@ -26,7 +26,8 @@ def matrices(*shape, dtype=torch.float64):
 
 
 @pytest.mark.parametrize(
-    "given, shape", [({}, (2, 5, 4, 4)), (dict(turns=1), (3, 3)), (dict(turns=39), (3, 4, 4)), (dict(eps=0.1), (5, 2, 2))]
+    "given, shape",
+    [({}, (2, 5, 4, 4)), (dict(turns=1), (3, 3)), (dict(turns=39), (3, 4, 4)), (dict(eps=0.1), (5, 2, 2))],
 )
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-9), (torch.bfloat16, 0.05)])
 def test_rewritten(given, shape, dtype, tolerance):
