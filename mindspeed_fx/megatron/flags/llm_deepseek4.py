@@ -52,6 +52,12 @@ ABSENT = {
 """What these layers do not have: an argument, and what to give."""
 
 
+def is_asked(args: Namespace) -> bool:
+    """Whether --spec asks for these layers; it does so still where that was refused."""
+    words = getattr(args, "spec", None) or []
+    return get(args, "mindspeed_layers") == NAME or bool(words and str(words[0]).endswith(f".{SPEC}"))
+
+
 def set_layers(args: Namespace) -> None:
     """``--spec ...deepseek4_spec layer_spec``.
 
@@ -109,6 +115,8 @@ def _of_these(text: str, then: Callable[[Namespace], None] = lambda args: None) 
 
     def act(args: Namespace) -> str:
         if get(args, "mindspeed_layers") != NAME:
+            if is_asked(args):
+                return "see --spec"
             raise NotDone(ALONE)
         then(args)
         return text

@@ -8,7 +8,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from mindspeed_fx.megatron.deepseek4.settings import NAME as DEEPSEEK4
+from mindspeed_fx.megatron.flags import llm_deepseek4
 from mindspeed_fx.megatron.flags.flag import OPTION, Flag, NotDone, get, setting, switch
 
 DSA = "--enable-dsa-indexer"
@@ -16,7 +16,7 @@ LOSS = "its loss takes the scale of the routers' losses"
 
 
 def _sparse(args: Namespace) -> str:
-    if get(args, "mindspeed_layers") == DEEPSEEK4:
+    if llm_deepseek4.is_asked(args):
         args.dsa_indexer_loss_coeff = get(args, "indexer_loss_coeff", 1.0)
         return f"layers with overlapping pools see {get(args, 'index_topk', 2048)} entries, which an indexer chooses"
     _refuse_models(args)

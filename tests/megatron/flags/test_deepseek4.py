@@ -31,7 +31,7 @@ def build(flags="", ahead=0, layers=4, **more):
 
     from tests.megatron.gpt_models import tiny_gpt
 
-    args = apply(f"{DEEPSEEK4} {flags}")
+    args = apply(f"{DEEPSEEK4.replace('--num-layers 4', f'--num-layers {layers}')} {flags}")
     args.padded_vocab_size = VOCABULARY
     torch.manual_seed(0)
     fields = dict(
@@ -439,7 +439,7 @@ RECOMPUTED = dict(recompute_granularity="full", recompute_method="uniform", reco
 @pytest.mark.parametrize(
     "config",
     [
-        dict(ahead=0, flags="--num-layers 2 --compress-ratios 4 6", layers=2),
+        dict(ahead=0, flags="--compress-ratios 4 6", layers=2),
         pytest.param(dict(ahead=1), marks=pytest.mark.slow),
         pytest.param(dict(ahead=1, **RECOMPUTED), marks=pytest.mark.slow),
     ],
