@@ -54,6 +54,8 @@ def cases():
     yield "clipped_swiglu-two", ops.clipped_swiglu.default, (double(3, 4), double(3, 4), 1.0, 0.5, 0.0, False)
     yield "weighted_swiglu-packed", ops.weighted_swiglu.default, (double(3, 8), None, double(3, 1))
     yield "weighted_swiglu-two", ops.weighted_swiglu.default, (double(3, 4), double(3, 4), double(3, 1))
+    for iterations in (1, 5):
+        yield f"sinkhorn_knopp-{iterations}", ops.sinkhorn_knopp.default, (double(2, 3, 4, 4), iterations, 1e-3)
     for interleaved in (True, False):
         yield (
             f"rope-{interleaved}",

@@ -64,3 +64,21 @@ def test_what_is_read_elsewhere_ends_the_chain():
 def test_left_on_cuda():
     report = explain(divided, matrices(2, 4, 4, dtype=torch.float32), target="cuda", hardware="h100")
     assert any("generated code" in s.reason for s in report.skipped(NAME))
+
+
+def test_streams_of_transformers():
+    """DeepSeek-V4's hyper-connections, values and gradients."""
+    modeling = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
+    config = modeling.DeepseekV4Config(hidden_size=16, hc_mult=4, num_hidden_layers=2)
+    torch.manual_seed(0)
+    connection = modeling.DeepseekV4HyperConnection(config)
+    for parameter in connection.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    x = torch.randn(2, 5, 4, 16, requires_grad=True)
+
+    def mixed(x):
+        post, comb, collapsed = connection(x)
+        return post.unsqueeze(-1) * collapsed.unsqueeze(-2) + comb.transpose(-1, -2) @ x
+
+    report = function_agrees(mixed, x, tolerance=1e-4)
+    assert fusion_counts(report)[NAME] == 1
