@@ -74,12 +74,10 @@ def sinkhorn_knopp_backward(grad: Tensor, x: Tensor, iterations: int, eps: float
         y /= sums[-1]
     g = _side_by_side(grad.to(x.dtype))
     for turn in reversed(range(2 * iterations - 1)):
-        g -= (g * y).sum(turn % 2, keepdim=True)
-        g /= sums[turn]
+        g = (g - (g * y).sum(turn % 2, keepdim=True)).div_(sums[turn])  # the first g may be the caller's
         y *= sums[turn]
     y -= eps
-    g -= (g * y).sum(1, keepdim=True)
-    return _back(g.mul_(y), x)
+    return _back((g - (g * y).sum(1, keepdim=True)).mul_(y), x)
 
 
 def _setup(ctx, inputs, output):

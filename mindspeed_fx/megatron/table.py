@@ -59,6 +59,7 @@ def table() -> list[Patch]:
         _everywhere()
         + uneven.table()
         + wide_norms.table()
+        + streams.table()
         + torch_fsdp2.table()
         + _data_parallel()
         + _optimizers()
@@ -145,7 +146,6 @@ def _everywhere() -> list[Patch]:
         *context_parallel.table(),
         *ripipe.table(),
         *several_tensors.table(),
-        *streams.table(),
         Patch(
             groups.NCCL_OPTIONS,
             groups.get_nccl_options,

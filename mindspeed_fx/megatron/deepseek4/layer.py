@@ -53,16 +53,16 @@ def layer_class() -> type:
         ) -> tuple[Tensor, Any]:
             """Streams [seq, batch, n, hidden] of the same; ``padding_mask``: tokens, where a layer has a table."""
             x, post, mixing = self.attn_mhc(hidden_states)
-            made = self.self_attention(self.input_layernorm(x), attention_mask)
-            streams = expand(hidden_states, _with_bias(made), post, mixing)
+            added = _with_bias(self.self_attention(self.input_layernorm(x), attention_mask))
+            streams = expand(hidden_states, added, post, mixing)
             x, post, mixing = self.mlp_mhc(streams)
             tokens = padding_mask if square_root_router.has_table(self.mlp) else None
-            made = self.mlp(self.pre_mlp_layernorm(x), padding_mask=tokens)
-            return expand(streams, _with_bias(made), post, mixing), others.get("context")
+            added = _with_bias(self.mlp(self.pre_mlp_layernorm(x), padding_mask=tokens))
+            return expand(streams, added, post, mixing), others.get("context")
 
     return StreamsLayer
 
 
-def _with_bias(made: tuple[Tensor, Tensor | None]) -> Tensor:
-    output, bias = made
+def _with_bias(result: tuple[Tensor, Tensor | None]) -> Tensor:
+    output, bias = result
     return output if bias is None else output + bias
