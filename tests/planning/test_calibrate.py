@@ -82,22 +82,6 @@ def test_a_fit_finds_the_constants_that_made_the_times():
     assert result.hardware.tiers[-1] == hardware("ascend910b2").tiers[-1]
 
 
-def test_steps_slow_every_kernel_by_one_number():
-    rows = synthetic_rows()
-    kernels = tuple(cost for r in rows for cost in r.kernels)
-    quick = fitting.fit(hardware("ascend910b2"), rows, "a test")
-    seconds = sum(cost.seconds(quick.hardware) for cost in kernels)
-    steps = [Row("step", n, "float32", "", share * seconds, 0.0, kernels) for n, share in (("a", 1.2), ("b", 1.3))]
-    result = fitting.fit(hardware("ascend910b2"), rows + steps, "a test")
-    assert result.slowdown == pytest.approx((1.2 * 1.3) ** 0.5) and quick.slowdown == 1.0
-    assert sum(c.seconds(result.hardware) for c in kernels) == pytest.approx(result.slowdown * seconds)
-    assert result.alone.constants() == quick.hardware.constants()
-    assert [result.modelled(r) for r in rows] == [quick.modelled(r) for r in rows]
-    assert result.errors("step") == pytest.approx([result.slowdown / 1.2 - 1, result.slowdown / 1.3 - 1])
-    unscaled = [r for r in rows if r.kind == "copy"]
-    assert [fitting.modelled_seconds(r, result.hardware) for r in unscaled] == [quick.modelled(r) for r in unscaled]
-
-
 def test_an_outlier_does_not_rule():
     rows = synthetic_rows()
     rows[1] = dataclasses.replace(rows[1], seconds=20 * rows[1].seconds)
@@ -220,8 +204,6 @@ def test_cases_of_every_kind_compile_and_count(monkeypatch):
             case = dataclasses.replace(case, shapes=(tiny["attention"],) * 3)
         elif case.kind == "vector":
             case = dataclasses.replace(case, shapes=tuple((4, 8)[-len(s) :] for s in case.shapes))
-        elif case.kind == "step":
-            case = dataclasses.replace(case, shapes=((1, 16, 64), (2, 64), (256, 64), (64, 64), (64, 32), (48, 64)))
         forward, backward = measure.measure_case(case, torch.device("cpu"), 0.0)
         assert (
             forward.seconds > 0 and backward.seconds > 0 and (forward.stage, backward.stage) == ("forward", "backward")
@@ -230,8 +212,6 @@ def test_cases_of_every_kind_compile_and_count(monkeypatch):
     assert set(seen) == set(KINDS)
     assert seen["product"] == (2 * 4 * 8 * 16, 4 * 4 * 8 * 16) and seen["vector"] == (0, 0)
     assert seen["attention"][0] == 4 * 2 * 16 * 16 * 8
-    products = 2 * 16 * 64 * (256 + 64 + 32 + 48)
-    assert seen["step"] == (products + 4 * 16 * 16 * 64, 2 * products + 10 * 16 * 16 * 64)
 
 
 def test_a_chain_is_as_many_kernels_as_it_says():

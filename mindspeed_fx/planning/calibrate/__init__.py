@@ -66,7 +66,7 @@ def calibrate(
     Args:
         device: "cpu", "cuda" or "npu"; None: the accelerator that is here, else the processor.
         seconds: of timing, about; compiling the cases comes to it (on a processor a minute or two).
-        kinds: "product", "attention", "vector", "launch", "step"; constants of others stay as documented.
+        kinds: "product", "attention", "vector", "launch"; constants of others stay as documented.
         dtypes: "float32", "bfloat16", "float16", "float64"; types that are left out keep their documented rates.
         small: a few small cases of each kind, to try it out.
         path: of the file; None: where the cost model finds it.
@@ -139,7 +139,6 @@ def check_noise(rows: list[Row], accept: bool) -> None:
 
 def _table(target: str, base: Hardware, rows: list[Row], path: str | os.PathLike | None, save: bool) -> Calibration:
     day, name = datetime.date.today(), calibrated.device_name(target)
-    any_step = any(row.kind == "step" for row in rows)
     result = fit(base, rows, f"calibrated on {name}, torch {torch.__version__}, {day}")
     table = CalibratedTable(
         target=target,
@@ -149,7 +148,7 @@ def _table(target: str, base: Hardware, rows: list[Row], path: str | os.PathLike
         fitted=tuple(dict.fromkeys(r.kind for r in rows)),
         node=base.node,
         note=f"calibrated {day} with torch {torch.__version__}: {len(rows)} timings, median error of the fit "
-        f"{result.median_error():.0%}" + (f"; steps take {result.slowdown:.2f} of their kernels alone" * any_step),
+        f"{result.median_error():.0%}",
     )
     where = calibrated.save(table, Path(path) if path is not None else None) if save else None
     return Calibration(table, result, base, where)

@@ -10,11 +10,9 @@ import torch.nn.functional as F
 
 from mindspeed_fx.cost.operators import Cost
 
-KINDS = ("product", "attention", "vector", "launch", "step")
+KINDS = ("product", "attention", "vector", "launch")
 """Of :class:`Case`; copies to the host and collectives have files of their own."""
 DTYPES = ("float32", "bfloat16")
-HEAD = 64
-"""Width of a head in a step."""
 CHAIN = 24
 """Kernels in a row that show what a launch costs."""
 
@@ -94,24 +92,6 @@ def chain(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def step(
-    x: torch.Tensor, norms: torch.Tensor, qkv: torch.Tensor, gates: torch.Tensor, down: torch.Tensor, head: torch.Tensor
-) -> torch.Tensor:
-    """A layer of a transformer with its loss: x [batch, sequence, width], norms [2, width], qkv [4 width, width] with
-    the output projection behind, gates [2 ffn, width], down [width, ffn], head [vocabulary, width].
-    """
-    batch, sequence, width = x.shape
-    q, k, v = (
-        F.linear(F.rms_norm(x, (width,), norms[0]), part).view(batch, sequence, -1, HEAD).transpose(1, 2)
-        for part in qkv[: 3 * width].split(width)
-    )
-    mixed = causal_attention(q, k, v).transpose(1, 2).reshape(x.shape)
-    x = x + F.linear(mixed, qkv[3 * width :])
-    gate, up = F.linear(F.rms_norm(x, (width,), norms[1]), gates).chunk(2, -1)
-    x = x + F.linear(swiglu(gate, up), down)
-    return nll(F.linear(x, head).float().flatten(0, 1))
-
-
 def twice(x: torch.Tensor) -> torch.Tensor:
     """Nothing worth its call."""
     return x * 2
@@ -129,7 +109,6 @@ SIZES: dict[str, dict[str, tuple[tuple[int, ...], ...]]] = {
         "head_norm": ((8192, 64), (4096, 128)),
         "rotation": ((8192, 64), (4096, 128)),
         "nll": ((512, 8192), (1024, 8192)),
-        "step": ((2, 384, 384, 1024, 4096), (1, 1536, 640, 1728, 8192)),
     },
     "device": {
         "product": (
@@ -146,11 +125,9 @@ SIZES: dict[str, dict[str, tuple[tuple[int, ...], ...]]] = {
         "head_norm": ((131072, 128), (262144, 128)),
         "rotation": ((131072, 128), (262144, 128)),
         "nll": ((2048, 32768), (8192, 32768)),
-        "step": ((2, 2048, 2048, 5632, 32768), (1, 4096, 4096, 11008, 32768)),
     },
 }
-"""m, k, n of products; batch, heads, sequence, width of attention; batch, sequence, width, ffn, vocabulary of a step;
-rows and columns."""
+"""m, k, n of products; batch, heads, sequence, width of attention; rows and columns."""
 POINTWISE: dict[str, tuple[Callable[..., torch.Tensor], int, bool]] = {
     "swiglu": (swiglu, 2, False),
     "residual_norm": (residual_norm, 2, True),
@@ -180,11 +157,6 @@ def cases_for(device: str, kinds: tuple[str, ...], dtypes: tuple[str, ...] = DTY
                 for shape in sizes[name][take]:
                     shapes: tuple[Any, ...] = (shape,) * count + (((shape[-1],),) if weighted else ())
                     results.append(Case("vector", f"{name} {shape[0]} x {shape[1]}", dtype, function, shapes))
-        if "step" in kinds:
-            for batch, sequence, width, ffn, words in sizes["step"][: 1 if small else None]:
-                weights = ((2, width), (4 * width, width), (2 * ffn, width), (width, ffn), (words, width))
-                label = f"{batch} x {sequence}, width {width}"
-                results.append(Case("step", label, dtype, step, ((batch, sequence, width), *weights)))
         if "launch" in kinds:
             results.append(Case("launch", f"{CHAIN} small products", dtype, chain, ((8, 8),) * (CHAIN + 1)))
     return results

@@ -19,7 +19,7 @@ def add_calibrate(commands: Any) -> None:
     )
     parser.add_argument("--device", help="cpu, cuda or npu (default: the accelerator that is here, else cpu)")
     parser.add_argument("--seconds", type=float, default=60.0, help="of timing, about (default: %(default)s)")
-    parser.add_argument("--kinds", default="", help="some of product,attention,vector,launch,step (default: all)")
+    parser.add_argument("--kinds", default="", help="some of product,attention,vector,launch (default: all)")
     parser.add_argument(
         "--dtypes", default="", help="some of float32,bfloat16,float16,float64 (default: the first two)"
     )

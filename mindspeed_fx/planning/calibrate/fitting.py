@@ -6,9 +6,6 @@ Minimised over the logarithms x of the constants, with the modelled time t(x) an
 
 rho is the soft absolute value, s = 10 %, x0 what the documented table says, its spread wide: it decides only what the
 rows do not.
-
-Steps have no part in it. They tell by how much a step takes longer than its kernels alone: it allocates what it writes,
-and finds nothing in a cache. The rates are divided by that one number then.
 """
 
 from __future__ import annotations
@@ -37,16 +34,11 @@ class Fit:
 
     constants: dict[str, Constant]
     hardware: Hardware
-    """What steps reach."""
-    alone: Hardware
-    """What kernels alone reach."""
-    slowdown: float
-    """Times that a step takes of its kernels alone; 1 where no step was timed."""
     rows: tuple[Row, ...]
 
     def modelled(self, row: Row) -> float:
         """Seconds."""
-        return modelled_seconds(row, self.hardware if row.kind == "step" else self.alone)
+        return modelled_seconds(row, self.hardware)
 
     def errors(self, kind: str | None = None) -> list[float]:
         """Relative errors of the model, of all rows or of one kind."""
@@ -68,36 +60,10 @@ def modelled_seconds(row: Row, hw: Hardware) -> float:
 
 
 def fit(base: Hardware, rows: list[Row], source: str) -> Fit:
-    """The constants that the rows tell of; all others stay those of ``base``, or are slower by what steps say.
+    """The constants that the rows tell of; all others stay those of ``base``.
 
     Args:
         source: where and when the rows were measured.
-
-    Raises:
-        ImportError: scipy is not installed.
-    """
-    alone = [row for row in rows if row.kind != "step"]
-    constants = fit_kernels(base, alone, source) if alone else {}
-    hw = with_constants(base, constants)
-    ratios = [row.seconds / modelled_seconds(row, hw) for row in rows if row.kind == "step"]
-    if not ratios:
-        return Fit(constants, hw, hw, 1.0, tuple(rows))
-    slowdown = float(np.exp(np.median(np.log(ratios))))
-    constants = {**constants, **slower(hw, slowdown, source)}
-    return Fit(constants, with_constants(base, constants), hw, slowdown, tuple(rows))
-
-
-def slower(hw: Hardware, factor: float, source: str) -> dict[str, Constant]:
-    """The constants by which every kernel of ``hw`` takes ``factor`` as long."""
-    results = {}
-    for path, c in hw.constants().items():
-        if path.startswith(("matrix.", "vector.")) or path in ("memory_bandwidth", "cache_bandwidth"):
-            results[path] = Constant(c / factor, c.unit, source, c.confidence, c.spread)
-    return {**results, "launch": Constant(hw.launch * factor, "s", source, hw.launch.confidence, hw.launch.spread)}
-
-
-def fit_kernels(base: Hardware, rows: list[Row], source: str) -> dict[str, Constant]:
-    """The constants of which kernels alone, copies and collectives tell, by path.
 
     Raises:
         ImportError: scipy is not installed.
@@ -129,7 +95,7 @@ def fit_kernels(base: Hardware, rows: list[Row], source: str) -> dict[str, Const
         for path, value, s in zip(free, np.exp(result.x), spread)
     }
     fixed = {path: c for path, c in start.constants().items() if path not in free and c != base.constants().get(path)}
-    return {**fixed, **constants}
+    return Fit({**fixed, **constants}, with_constants(start, constants), tuple(rows))
 
 
 def free_constants(hw: Hardware, rows: list[Row]) -> list[str]:

@@ -47,7 +47,7 @@ def measure_case(case: Case, device: torch.device, seconds: float, tries: int = 
         result = step(*inputs)
         result.backward(result.detach())
     calls = 1 if device.type == "cpu" else ON_DEVICE
-    cold = device.type == "cpu" and case.kind not in ("launch", "step")  # a step fills the caches itself
+    cold = device.type == "cpu" and case.kind != "launch"
     best: list[Timing] = []
     for _ in range(tries):
         if tries > 1:
