@@ -53,11 +53,9 @@ def row(browser: Any, layers: int, rounds: int) -> None:
         report.save(folder)
         page = pathlib.Path(folder) / "rank0" / "graph0" / "report.html"
         seconds = [opening(browser, page) for _ in range(rounds + 1)][1:]
-        print(
-            f"{layers:>3} layers, {nodes:,} nodes in the last graphs of all stages: {page.stat().st_size / 2**20:.2f} MB, "
-            f"ready in {statistics.median(seconds):.2f} s ({min(seconds):.2f} to {max(seconds):.2f})",
-            flush=True,
-        )
+        size = page.stat().st_size / 2**20
+    print(f"{layers:>3} layers, {nodes:,} nodes in the last graphs of all stages: {size:.2f} MB, ready in", end=" ")
+    print(f"{statistics.median(seconds):.2f} s ({min(seconds):.2f} to {max(seconds):.2f})", flush=True)
 
 
 def main() -> None:
