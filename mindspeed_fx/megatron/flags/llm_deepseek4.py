@@ -99,13 +99,13 @@ def _check_ranks(args: Namespace) -> None:
 def _set_ratios(args: Namespace) -> None:
     """Of the layers that do something; those of --noop-layers are left out later."""
     ratios, layers = list(args.compress_ratios), get(args, "num_layers") or 0
-    if len(ratios) < layers or min(ratios) < 0:
-        raise NotDone(
-            f"--compress-ratios {' '.join(map(str, ratios))}: {layers} numbers are expected, one a layer, 0 without "
-            f"entries, {CHOSEN} with an indexer"
-        )
     skipped = noop_layers(args) if get(args, "noop_layers") else []
     kept = [n for n in range(layers) if n not in skipped]
+    if kept and kept[-1] >= len(ratios) or min(ratios) < 0:
+        raise NotDone(
+            f"--compress-ratios {' '.join(map(str, ratios))}: {kept[-1] + 1} numbers are expected, one a layer, 0 "
+            f"without entries, {CHOSEN} with an indexer"
+        )
     args.ratios_of_layers = [ratios[n] for n in kept]
     args.table_layers = sum(n < (get(args, "n_hash_layers") or 0) for n in kept)
 

@@ -50,6 +50,10 @@ def without(flag: str) -> str:
 
 RUNS_OF_SPEC = [
     (DEEPSEEK4, dict(spec=None, mindspeed_layers="deepseek4", ratios_of_layers=[0, 4, 6, 4], table_layers=1)),
+    (
+        f"{without('--compress-ratios')} --compress-ratios 0 4 6 --noop-layers 3",
+        dict(ratios_of_layers=[0, 4, 6], num_layers=3),
+    ),
     *((without(flag), dict(error=f"give {flag}")) for flag in NEEDED),
     *((f"{without(words.split()[0])} {words}", dict(error=error)) for words, error in ABSENT.items()),
 ]
