@@ -413,6 +413,20 @@ def test_layers_that_do_nothing_are_left_out():
     assert args.num_layers == 2 and args.ratios_of_layers == [4, 4] and args.table_layers == 1
 
 
+def test_checkpoints_have_all_weights():
+    """Of Megatron's dist_checkpointing: layers one by one, for they are of several kinds; sinks by their heads."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    _, model = build(ahead=1)
+    state = model.sharded_state_dict()
+    kept = {name for name in model.state_dict() if not name.endswith("_extra_state")}
+    assert kept <= set(state) and "decoder.layers.0.mlp.router.tid2eid" in kept
+    assert "decoder.layers.0.mlp.router.expert_bias" not in kept
+    sinks = state["decoder.layers.2.self_attention.attn_sink"]
+    assert isinstance(sinks, ShardedTensor) and sinks.key == "decoder.layers.2.self_attention.attn_sink"
+    assert sinks.global_shape == (HEADS,) and torch.equal(sinks.data, model.decoder.layers[2].self_attention.attn_sink)
+
+
 def test_a_table_on_another_stage_is_refused():
     args, model = build()
     model.pre_process = False
