@@ -80,3 +80,14 @@ def make_backward_post_hook(self: Any, param: Tensor) -> Any:
             hook(*unused)
 
     return hook_unless_announced
+
+
+PARTITION = "distributed.param_and_grad_buffer:partition_buckets"
+
+
+def partition_buckets(buffers: list[Any], force_single_bucket_group: bool = False) -> list[Any]:
+    """``partition_buckets``, whose groups have one type each: gloo gathers what is in a group as if it were of one."""
+    partition = patches.original(PARTITION)
+    if not force_single_bucket_group:
+        return partition(buffers)
+    return [group for buffer in buffers for group in partition([buffer], True)]

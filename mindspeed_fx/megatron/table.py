@@ -347,6 +347,7 @@ def _without_accelerator() -> list[Patch]:
             "frees what a stage sends as soon as the send has begun; gloo, which has no streams, still reads it",
             where,
         ),
+        Patch(buckets.PARTITION, buckets.partition_buckets, "gathers several types in one message", where),
         Patch(
             "torch:Tensor.record_stream", cuda_calls.do_nothing, "tells a CUDA stream of memory; a CPU has one", where
         ),

@@ -408,6 +408,23 @@ def test_messages_between_stages(monkeypatch):
     assert run_arguments.training_arguments is not streams.training_arguments
 
 
+def test_streams_of_a_16_bit_model_are_float32():
+    """And buckets that one message gathers over gloo have one type, also in a chunk without bucketing."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    _, model = build(bf16=True, params_dtype=torch.bfloat16, moe_router_dtype="fp32")
+    model.bfloat16()
+    streams.widen(model)
+    kinds = {name: p.dtype for name, p in model.named_parameters()}
+    assert {name for name, kind in kinds.items() if kind == torch.float32} == {n for n in kinds if ".hc_" in f".{n}"}
+    layer, x = model.decoder.layers[1], torch.randn(LENGTH, 2, 3, HIDDEN).bfloat16()
+    assert layer(x)[0].dtype == torch.bfloat16
+    settings = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    ddp = DistributedDataParallel(model.config, settings, model, disable_bucketing=True)
+    groups = [{bucket.param_data.dtype for bucket in group.buckets} for group in ddp.bucket_groups]
+    assert sorted(groups, key=str) == [{torch.bfloat16}, {torch.float32}]
+
+
 def test_layers_that_do_nothing_are_left_out():
     args = apply(f"{DEEPSEEK4} --noop-layers 0,2 --n-hash-layers 2")
     assert args.num_layers == 2 and args.ratios_of_layers == [4, 4] and args.table_layers == 1
