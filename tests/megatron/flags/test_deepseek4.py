@@ -205,6 +205,18 @@ def test_attention_by_formula(place, scale):
         assert DSAIndexerLossLoggingHelper.tracker["values"][place] == pytest.approx(loss.item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("per_token, parts, factor", [(False, 1, 1.0), (False, 4, 0.25), (True, 1, 6.0)])
+def test_scale_of_an_indexers_loss(scale, per_token, parts, factor):
+    """Where Megatron divides gradients by the number of all tokens at last, the loss of a mean is times its tokens."""
+    from mindspeed_fx.megatron.sparse_attention import attach_loss
+
+    _, model = build(calculate_per_token_loss=per_token)
+    out, loss = torch.randn(3, 2, 8, requires_grad=True), torch.tensor(0.5, requires_grad=True)
+    attached = attach_loss(out, loss, 0, model.config, parts)
+    to_out, to_loss = torch.autograd.grad(attached.sum(), (out, loss))
+    assert torch.equal(to_out, torch.ones_like(out)) and to_loss == scale * factor
+
+
 def test_frequencies():
     args, model = build()
     for pooled in (False, True):
