@@ -144,5 +144,7 @@ def _import(setting: str, text: str) -> type:
     except ImportError as error:
         raise OptionError(f"{FLAG}: {setting} names {text}, and {module} cannot be imported: {error}") from None
     if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
-        raise OptionError(f"{FLAG}: {setting} names {text}, which is no class of modules; expected package.module.Class")
+        raise OptionError(
+            f"{FLAG}: {setting} names {text}, which is no class of modules; expected package.module.Class"
+        )
     return found

@@ -259,7 +259,9 @@ def table() -> list[Patch]:
     return [
         Patch(FINISH, finish_grad_sync, "Megatron's FSDP2 has nothing to do at a step's end", EVERYWHERE),
         Patch(INIT, init, "Megatron's wrapper of FSDP2 has none of the settings of --fsdp2-config-path", EVERYWHERE),
-        Patch("utils:to_local_if_dtensor", dtensor.local_part, "states are found by the identity of weights", EVERYWHERE),
+        Patch(
+            "utils:to_local_if_dtensor", dtensor.local_part, "states are found by the identity of weights", EVERYWHERE
+        ),
         Patch(GROUP_OF, group_of_gradient, copies, EVERYWHERE),
         *(Patch(target, _saved(target), copies, EVERYWHERE) for target in SAVED),
     ]

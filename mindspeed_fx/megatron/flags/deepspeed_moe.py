@@ -123,7 +123,7 @@ def _parts(args: Namespace) -> str:
         raise NotDone("--pipe-experts-multi-stream is about --sequence-parallel in MindSpeed; give both, or neither")
     if args.moe_no_drop:
         return "rows are known at run time: one exchange of them all, beside what is independent of it"
-    return "overlap.decompose chooses the parts of an expert's rows, and which run beside which"
+    return "speed alone: overlap.decompose is on, and overlap.schedule orders the exchanges of a captured layer"
 
 
 def _parts_options(args: Namespace) -> dict[str, Any]:
@@ -212,7 +212,8 @@ FLAGS: list[Flag] = [
         "--use-pipe-experts",
         OPTION,
         "deepspeed_moe: experts computed in parts beside the all-to-all",
-        "pass overlap.decompose takes rows of a fixed capacity in parts; without dropping there is one exchange",
+        "speed alone: pass overlap.decompose is on where rows are of a fixed capacity, and overlap.schedule orders the "
+        "exchanges of a captured layer; each of them is one",
         act=_parts,
         options=_parts_options,
     ),

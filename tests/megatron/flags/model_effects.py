@@ -134,8 +134,8 @@ DEEPSPEED_MOE = {
         (f"{DEEPSPEED} --tensor-model-parallel-size 2", dict(error="needs --sequence-parallel")),
         (f"{DEEPSPEED} --moe-dynamic-padding", dict(error="--moe-dynamic-padding is about --moe-no-drop")),
         (f"{DEEPSPEED} --moe-no-drop --pipeline-model-parallel-size 2", dict(error="--moe-no-drop beside --pipeline")),
-        (f"{DEEPSPEED} --moe-permutation-async-comm", dict(error="remove --moe-permutation-async-comm")),
-        (f"{DEEPSPEED} --use-ascend-coc", dict(error="remove --use-ascend-coc")),
+        (f"{DEEPSPEED} --moe-permutation-async-comm", dict(error="beside --moe-permutation-async-comm")),
+        (f"{DEEPSPEED} --use-ascend-coc", dict(error="beside --use-ascend-coc")),
     ],
     "--enable-token-rearrange-opt": [
         (f"--enable-token-rearrange-opt {DEEPSPEED}", dict(says="indexed in any case")),

@@ -182,11 +182,17 @@ def test_experts_of_two_ranks(run, tmp_path):
 
 
 def test_capacities_are_rounded_as_deepspeed_rounds_them():
-    """10 * 1.1 is 11 in float32, and more in float64."""
-    for tokens, experts, factor, k in ((40, 4, 1.1, 1), (64, 2, 1.1, 2), (1000, 8, 1.1, 2), (4096, 64, 1.25, 2)):
+    """25 * 2.2 is 55 in float32, and more in float64."""
+    for tokens, experts, factor, k in (
+        (40, 4, 1.1, 1),
+        (200, 4, 1.1, 1),
+        (64, 2, 1.1, 2),
+        (1000, 8, 1.1, 2),
+        (4096, 64, 1.25, 2),
+    ):
         product = torch.tensor(tokens / experts) * torch.tensor(factor * k)
         assert Gate(k, factor).capacity(tokens, experts) == min(math.ceil(product), tokens)
-    assert Gate(1, 1.1).capacity(40, 4) == 11 < math.ceil(40 / 4 * 1.1)
+    assert Gate(2, 1.1).capacity(100, 4) == 55 < math.ceil(100 / 4 * 1.1 * 2)
     assert (Gate(2, 0.1).capacity(64, 8), Gate(2, 0.1).capacity(3, 8), Gate(2, 9.0).capacity(64, 8)) == (4, 3, 64)
     assert Gate(1, None).capacity(40, 4) is None and Gate(1, 1.1, parts=2).rows(80, 4) == 22
 

@@ -103,9 +103,7 @@ def build() -> nn.Module:
 
 def settings(**more) -> fsdp2_config.Settings:
     here = __name__
-    return fsdp2_config.Settings(
-        sub_modules_to_wrap=(f"{here}.Block",), ignored_modules=(f"{here}.Frozen",), **more
-    )
+    return fsdp2_config.Settings(sub_modules_to_wrap=(f"{here}.Block",), ignored_modules=(f"{here}.Frozen",), **more)
 
 
 def worker(rank: int, store: str) -> None:
