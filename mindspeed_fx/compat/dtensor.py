@@ -137,7 +137,7 @@ def _even(spec: Any, placement: Even | None) -> bool:
 
 
 def local_part(x: torch.Tensor) -> torch.Tensor:
-    """The tensor that ``x`` holds of this rank, itself; of a parameter ``to_local()`` makes another since torch 2.13."""
+    """The tensor itself that ``x`` holds of this rank; ``to_local()`` of a parameter is another since torch 2.13."""
     return x._local_tensor if isinstance(x, DTensor) else x
 
 

@@ -119,11 +119,11 @@ def route(router: Any, gate: Gate, logits: Tensor, padding_mask: Tensor | None =
         raise NotImplementedError("--moe-model-type deepspeed_moe has no mask of padding")
     if logits.shape[0] % gate.parts:
         raise ValueError(f"--ampipe-degree {gate.parts} does not divide the {logits.shape[0]} tokens of a rank")
-    found = [_route(router, gate, part.flatten(0, 1)) for part in logits.chunk(gate.parts)]
-    probs, kept = torch.cat([p for p, _, _ in found]), torch.cat([k for _, k, _ in found])
+    routes = [_route(router, gate, part.flatten(0, 1)) for part in logits.chunk(gate.parts)]
+    probs, kept = torch.cat([p for p, _, _ in routes]), torch.cat([k for _, k, _ in routes])
     coefficient = router.get_aux_loss_coeff("aux_loss")
     if coefficient > 0 and gate.topk == 2 and router.training and torch.is_grad_enabled():
-        loss = sum(loss for _, _, loss in found) / gate.parts
+        loss = sum(loss for _, _, loss in routes) / gate.parts
         group, scaled = router.tp_cp_group, coefficient / router.tp_cp_group.size()
         probs = router.attach_and_log_load_balancing_loss(
             probs, coefficient, loss * scaled, "load_balancing_loss", group

@@ -64,9 +64,8 @@ class Settings:
 
     def __str__(self) -> str:
         """What differs from torch's defaults, as the file has it."""
-        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        changed = {f.name for f in dataclasses.fields(self) if given[f.name] != f.default}
-        return ", ".join(f"{name} = {given[name]}" for name in given if name in changed) or "its defaults"
+        pairs = ((f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self))
+        return ", ".join(f"{name} = {value}" for name, value, default in pairs if value != default) or "its defaults"
 
     def classes(self, name: str) -> tuple[type, ...]:
         """The classes of a setting that names some.
@@ -126,8 +125,8 @@ def _parse(values: Any, path: str) -> Settings:
         expected, is_valid = KINDS[kinds[name]]
         if value is not None and not _check(is_valid, value):
             raise OptionError(f"{FLAG} {path}: {name} is {value!r}; expected {expected}")
-    given = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items() if x is not None}
-    return Settings(**given)
+    arguments = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items() if x is not None}
+    return Settings(**arguments)
 
 
 def _check(is_valid: Any, value: Any) -> bool:
@@ -140,11 +139,11 @@ def _check(is_valid: Any, value: Any) -> bool:
 def _import(setting: str, text: str) -> type:
     module, _, name = text.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), name, None)
+        loaded = getattr(importlib.import_module(module), name, None)
     except ImportError as error:
         raise OptionError(f"{FLAG}: {setting} names {text}, and {module} cannot be imported: {error}") from None
-    if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
+    if not (isinstance(loaded, type) and issubclass(loaded, torch.nn.Module)):
         raise OptionError(
             f"{FLAG}: {setting} names {text}, which is no class of modules; expected package.module.Class"
         )
-    return found
+    return loaded

@@ -1,5 +1,4 @@
-"""``--use-torch-fsdp2``: torch's FSDP2 in Megatron's wrapper, by the settings of ``--fsdp2-config-path`` where there are
-some.
+"""``--use-torch-fsdp2``: torch's FSDP2 in Megatron's wrapper, by the file of ``--fsdp2-config-path`` if there is one.
 
 Megatron-core 0.16.1 ends a step with ``finish_grad_sync(force_all_reduce=...)``, which its wrapper of FSDP2 does not
 take, and fails in its first step; gradients are there reduced already. FSDP2 gathers and frees the weights of a layer
@@ -133,17 +132,17 @@ def _offload(settings: Settings) -> Any:
 
 
 def _ignored_parameters(model: nn.Module, classes: tuple[type, ...]) -> set[nn.Parameter]:
-    found = {}
+    parameters = {}
     for name, module in model.named_modules():
         if isinstance(module, classes):
-            found |= {f"{name}.{n}": p for n, p in module.named_parameters()}
-    trained = [name for name, p in found.items() if p.requires_grad]
+            parameters |= {f"{name}.{n}": p for n, p in module.named_parameters()}
+    trained = [name for name, p in parameters.items() if p.requires_grad]
     if trained:
         raise fsdp2_config.OptionError(
             f"{FLAG}: ignored_modules leaves {trained[0]} whole, which trains: FSDP2 does not reduce its gradient; "
             "freeze it, or take its class out of ignored_modules"
         )
-    return set(found.values())
+    return set(parameters.values())
 
 
 def _wrapped_classes(model: nn.Module, settings: Settings) -> tuple[type, ...]:

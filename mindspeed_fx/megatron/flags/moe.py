@@ -7,7 +7,6 @@ from argparse import Namespace
 from mindspeed_fx.megatron.flags.flag import (
     MEGATRON,
     REFUSED,
-    Flag,
     NotDone,
     count_layers,
     get,

@@ -1,4 +1,4 @@
-"""DeepSpeed's experts by MindSpeed's flags: against masks and einsums as GShard and DeepSpeed write them, in float64."""
+"""DeepSpeed's experts by MindSpeed's flags, in float64 against masks and einsums as GShard and DeepSpeed have them."""
 
 from __future__ import annotations
 
