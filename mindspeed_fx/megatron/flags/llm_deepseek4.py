@@ -71,6 +71,8 @@ def set_layers(args: Namespace) -> None:
         value = get(args, name, None)
         if value and not (isinstance(value, int) and value < 0):
             raise NotDone(f"layers of {SPEC} have {wanted}")
+    if get(args, "moe_model_type") == "deepspeed_moe":
+        raise NotDone(f"experts of {SPEC} are Megatron's; remove --moe-model-type deepspeed_moe")
     if (get(args, "index_topk_freq", 1) or 1) > 1:
         raise NotDone(f"layers of {SPEC} choose for themselves; remove --index-topk-freq")
     if get(args, "normalization", "LayerNorm") != "RMSNorm":

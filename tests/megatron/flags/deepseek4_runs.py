@@ -28,6 +28,7 @@ ABSENT = {
     "--variable-seq-lengths": "no --variable-seq-lengths",
     "--first-k-dense-replace 1": "experts in every layer",
     "--index-topk-pattern CCCC": "no --index-topk-pattern",
+    "--moe-model-type deepspeed_moe": "remove --moe-model-type deepspeed_moe",
     "--index-topk-freq 2": "remove --index-topk-freq",
     "--indexer-qk-quant-scheme mxfp8": "no --indexer-qk-quant-scheme",
     "--experimental-attention-variant dsa": "no --experimental-attention-variant",
