@@ -76,11 +76,20 @@ def split_stages(gm: fx.GraphModule, layers: tuple[str, int], stages: int) -> li
         layers: see :func:`layers_of`.
 
     Raises:
-        ShardingError: layers that run in another order, parameters of two stages, values that cannot be sent; with
-            module and line.
+        ShardingError: layers that run in another order, values that cannot be sent; with module and line.
     """
     homes = _Homes(gm, layers, stages)
     return [_part(gm, homes, s) for s in range(stages)]
+
+
+def tied_parameters(parts: list[Part]) -> dict[fx.Node, list[int]]:
+    """Trainable parameters that several stages read -> these stages."""
+    stages: dict[fx.Node, list[int]] = {}
+    for s, part in enumerate(parts):
+        for n in part.inputs:
+            if _is_parameter(n) and fx_graph.example_value_of(n).requires_grad:
+                stages.setdefault(n, []).append(s)
+    return {n: readers for n, readers in stages.items() if len(readers) > 1}
 
 
 class _Homes:
@@ -98,7 +107,6 @@ class _Homes:
         self._after_layers()
         self._before_layers()
         self._find_readers()
-        self._check_parameters()
         self._check_writes()
         self._check_sent()
 
@@ -126,7 +134,7 @@ class _Homes:
             )
 
     def _before_layers(self) -> None:
-        mine = {n for n in self.nodes if self._is_parameter(n)}
+        mine = {n for n in self.nodes if _is_parameter(n)}
         for n in self.nodes:
             if (
                 n not in self.stage
@@ -163,9 +171,6 @@ class _Homes:
                 for inner in body.graph.nodes:
                     yield from self._paths(inner) if inner.op == "call_function" else ()
 
-    def _is_parameter(self, n: fx.Node) -> bool:
-        return n.op == "placeholder" and isinstance(fx_graph.example_value_of(n), nn.Parameter)
-
     def _find_readers(self) -> None:
         for n in reversed(self.nodes):
             results: set[int] = set()
@@ -178,14 +183,6 @@ class _Homes:
                     else self.readers.get(u, set())
                 )
             self.readers[n] = results
-
-    def _check_parameters(self) -> None:
-        for n in self.nodes:
-            if self._is_parameter(n) and len(result := self.readers[n]) > 1:
-                raise ShardingError(
-                    f"parameter {n.name} is read by stages {' and '.join(map(str, sorted(result)))}: tied weights "
-                    "would need their gradients summed over stages; untie them, or use pp=1"
-                )
 
     def _check_writes(self) -> None:
         """What is written in place, through whichever view, must be of one stage: others would not see it."""
@@ -265,6 +262,10 @@ def _part(gm: fx.GraphModule, homes: _Homes, s: int) -> Part:
 def receivable(value: torch.Tensor) -> torch.Tensor:
     """A fake tensor as the next stage gets it: contiguous, and a leaf."""
     return torch.empty_like(value.detach(), memory_format=torch.contiguous_format).requires_grad_(value.requires_grad)
+
+
+def _is_parameter(n: fx.Node) -> bool:
+    return n.op == "placeholder" and isinstance(fx_graph.example_value_of(n), nn.Parameter)
 
 
 def _is_random(n: fx.Node) -> bool:
