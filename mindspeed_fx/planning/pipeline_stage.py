@@ -227,7 +227,6 @@ def pipeline_stage(
         ShardingError: no repeated layers, more stages than layers, a batch that is no multiple of the microbatches,
             a plan that does not fit.
     """
-
     arguments.check_module("pipeline_stage", model)
     arguments.check_device_mesh("pipeline_stage", mesh)
     arguments.check_call("pipeline_stage", args, kwargs, model)

@@ -35,7 +35,9 @@ class TiedStage(PipelineStage):
         super().__init__(submodule, index, *args, **kwargs)
         parameters = dict(submodule.named_parameters())
         groups: dict[tuple[int, ...], Any] = {}
-        self._tied = [(parameters[name], _group_of(stages, self.group, groups), len(stages)) for name, stages in tied.items()]
+        self._tied = [
+            (parameters[name], _group_of(stages, self.group, groups), len(stages)) for name, stages in tied.items()
+        ]
         self._before: list[torch.Tensor | None] = [None] * len(tied)
         self._is_open = False
         for p, group, _ in self._tied:
