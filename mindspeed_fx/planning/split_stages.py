@@ -47,25 +47,32 @@ class Part:
 
 def layers_of(model: nn.Module, stages: int) -> tuple[str, int]:
     """Name of the list of the model's layers, and how many there are: of lists whose modules are of one class the one
-    with the most parameters.
+    with the most parameters; where that has less than half of what a ModuleList of several classes has (layers of
+    attention and of a recurrence), the latter.
 
     Raises:
         ShardingError: no such list; fewer layers than stages.
     """
-    lists = [
-        (n, m)
+    sizes = {
+        n: sum(p.numel() for p in m.parameters())
         for n, m in model.named_modules()
-        if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1 and len({type(layer) for layer in m}) == 1
-    ]
-    if not lists:
+        if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1
+    }
+    alike = {n: size for n, size in sizes.items() if len({type(layer) for layer in model.get_submodule(n)}) == 1}
+    mixed = {n: size for n, size in sizes.items() if isinstance(model.get_submodule(n), nn.ModuleList)}
+    name = max(alike, key=alike.__getitem__, default=None)
+    other = max(mixed, key=mixed.__getitem__, default=None)
+    if other is not None and (name is None or 2 * alike[name] < mixed[other]):
+        name = other
+    if name is None:
         raise ShardingError(
-            f"pp={stages}: {type(model).__name__} has no repeated layers (a ModuleList or Sequential of modules of one "
-            "class) to make stages of"
+            f"pp={stages}: {type(model).__name__} has no repeated layers (a ModuleList, or a Sequential of modules of "
+            "one class) to make stages of"
         )
-    name, result = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
-    if stages > len(result):
-        raise ShardingError(f'pp={stages}: "{name}" has {len(result)} layers; valid: 2 to {len(result)} stages')
-    return name, len(result)
+    count = len(model.get_submodule(name))
+    if stages > count:
+        raise ShardingError(f'pp={stages}: "{name}" has {count} layers; valid: 2 to {count} stages')
+    return name, count
 
 
 def split_stages(gm: fx.GraphModule, layers: tuple[str, int], stages: int) -> list[Part]:
