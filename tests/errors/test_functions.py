@@ -216,6 +216,7 @@ SIMULATE = [
     row("simulate: plan of another dimension", simulate(mesh={"tp": 2}), '"dp"', "the mesh has tp"),
     row("simulate: plan that finds nothing", simulate(mesh={"tp": 2}, plan="tp"), 'plan "tp"', "layers.0", "q_proj"),
     row("simulate: unknown plan", simulate(plan="zero9"), '"zero9"', "zero"),
+    row("simulate: stages", simulate(mesh={"pp": 9, "dp": 2}), "pp=9", "2 layers", "valid: 2 to 2"),
     row("simulate: mesh of 0", simulate(mesh={"dp": 0}), 'mesh["dp"] is 0', "from 1"),
     row("simulate: local_inputs", simulate(local_inputs="yes"), "local_inputs is 'yes'", "True or False"),
     row("simulate: unknown argument", simulate(X, scal=2.0), "'scal'", "scale"),
