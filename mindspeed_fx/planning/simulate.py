@@ -65,7 +65,6 @@ def simulate(
         ShardingError: the plan does not fit the model or the mesh, or the model breaks into several graphs.
         RuntimeError: a process group exists already.
     """
-    from mindspeed_fx.backend import Compilation
     from mindspeed_fx.sharding.parallelize import show_whole, unmatched_patterns
     from mindspeed_fx.sharding.registry import Sharding
 
@@ -82,19 +81,16 @@ def simulate(
     names = {id(p): n for n, p in model.named_parameters()}
     show_whole(model, Sharding(plan, None, [n for n, _ in model.named_modules()]), lambda name, p: p)
     results: list[Simulation] = []
+    wrong: list[ShardingError] = []
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-        parts = split_stages(gm, layers, stages) if stages > 1 else [Part(gm, placeholders, [], [])]
-        hits = []
-        for part in parts:
-            hit = parallelized_graph.take_shown_calls(part.gm)
-            if hit is None:
-                raise ShardingError("simulate: the model reads none of its parameters")
-            compilation = Compilation(parsed.resolve("cpu"))
-            compilation.sharding = hit
-            compilation.capture(part.gm)
-            hits.append(hit)
+        try:
+            parts = split_stages(gm, layers, stages) if stages > 1 else [Part(gm, placeholders, [], [])]
+            hits = [_captured(part.gm, parsed) for part in parts]
+        except ShardingError as error:  # which Dynamo makes one of many lines
+            wrong.append(error)
+            raise
 
         def run(*values: Any) -> Any:
             by_node = dict(zip(placeholders, values, strict=True))
@@ -109,9 +105,26 @@ def simulate(
     try:
         with tracing.in_one_graph(ShardingError, "simulate"):
             torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
+    except Exception:
+        if wrong:
+            raise wrong[0] from None
+        raise
     finally:
         torch._dynamo.reset()
     return results[0]
+
+
+def _captured(gm: fx.GraphModule, options: Options) -> parallelized_graph.ParallelizedGraph:
+    """Capture ``gm``, in place, with the passes of the backend."""
+    from mindspeed_fx.backend import Compilation
+
+    hit = parallelized_graph.take_shown_calls(gm)
+    if hit is None:
+        raise ShardingError("simulate: the model reads none of its parameters")
+    compilation = Compilation(options.resolve("cpu"))
+    compilation.sharding = hit
+    compilation.capture(gm)
+    return hit
 
 
 def _plan_of_a_stage(model: nn.Module, mesh: dict[str, int], plan: Plan | str) -> tuple[Plan, dict[str, int], int]:
