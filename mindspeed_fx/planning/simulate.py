@@ -178,9 +178,9 @@ class _Graph:
         from mindspeed_fx.sharding.spmd.program import Program
 
         self.received = [x.detach().requires_grad_(x.requires_grad) for x in received]
-        given = [*(self.by_node[n] for n in self.part.inputs), *self.received]
+        args = [*(self.by_node[n] for n in self.part.inputs), *self.received]
         placeholders = [n for n in self.part.gm.graph.nodes if n.op == "placeholder"]
-        pairs = [self._enter(n, x) for n, x in zip(placeholders, given, strict=True)]
+        pairs = [self._enter(n, x) for n, x in zip(placeholders, args, strict=True)]
         self.program = Program(self.part.gm, self.hit.plan, self.mesh, [value for value, _ in pairs])
         self.outputs = self.program(*(x for _, x in pairs))
 
