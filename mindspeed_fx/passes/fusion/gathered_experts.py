@@ -83,7 +83,7 @@ def _never_negative(n: fx.Node) -> bool:
     """True for positions, which topk, sort, argmax and max return, parts of them, and several beside each other."""
     while match.is_call(n, *SAME):
         n = n.args[0]
-    if match.is_call(n, aten.cat.default):
+    if match.is_call(n, aten.cat.default, aten.concat.default):
         return all(map(_never_negative, n.args[0]))
     if match.is_call(n, aten.clamp.default):
         return isinstance(match.argument(n, "min"), int) and match.argument(n, "min") >= 0
