@@ -86,3 +86,11 @@ def group_ranks(name: str) -> list[int] | None:
         return dist.get_process_group_ranks(_resolve_process_group(name))
     except (RuntimeError, ValueError, KeyError):
         return None
+
+
+def sum_later(x: Any, group: Any) -> Any:
+    """The sum of ``x`` over a group, begun and not waited for: the tensor that is returned waits where it is first
+    read."""
+    from torch.distributed import _functional_collectives
+
+    return _functional_collectives.all_reduce(x, "sum", group)

@@ -26,7 +26,7 @@ from mindspeed_fx import arguments, torch_compile
 from mindspeed_fx.backend import Compilation, device_of
 from mindspeed_fx.compat import fx_graph, tracing
 from mindspeed_fx.options import Options
-from mindspeed_fx.planning.split_stages import RECEIVED, Part, layers_of, receivable, split_stages
+from mindspeed_fx.planning.split_stages import RECEIVED, Part, layers_of, receivable, split_stages, tied_parameters
 from mindspeed_fx.sharding.parallelize import check_mesh, parallelize, plan_for
 from mindspeed_fx.sharding.plan import Plan, ShardingError
 from mindspeed_fx.training.accumulation import rows_of
@@ -51,6 +51,8 @@ class Stage(nn.Module):
         ]
         self._receives = len(part.received)
         self._values: list[Callable[[dict[str, Any]], Any]] = []
+        self.tied: dict[str, list[int]] = {}
+        """Parameter -> the stages that have it too, this one among them."""
 
     def _bind(self, value: Any, parameters: dict[int, str], buffers: dict[int, str], inputs: dict[int, str]) -> None:
         """One more input of the graph: a parameter, a buffer, an argument of the model, or a constant."""
@@ -132,6 +134,7 @@ def stages(
     options_ = Options.parse(options).with_plan(recompute)
     outputs: list[Stage] = []
     wrong: list[BaseException] = []
+    tied: dict[fx.Node, list[int]] = {}
 
     def backend(gm: fx.GraphModule, fakes: Sequence[Any]) -> Callable:
         placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
@@ -143,6 +146,7 @@ def stages(
                     f"the model returns {len(results)} tensors; a pipeline needs a training step that returns its loss "
                     "alone"
                 )
+            tied.update(tied_parameters(parts))
             chosen = [(s, p) for s, p in enumerate(parts) if only in (None, s)]
             for s, part in chosen:
                 examples = [
@@ -161,6 +165,8 @@ def stages(
             for stage, (_, part) in zip(outputs, chosen):
                 for n in part.inputs:
                     stage._bind(values[numbers[n]], parameters, buffers, inputs)
+                    if n in tied:
+                        stage.tied[parameters[id(values[numbers[n]])]] = tied[n]
             raise _Traced
 
         return run
@@ -199,6 +205,10 @@ def pipeline_stage(
     layers. The stage is compiled here; give every rank all arguments of the model by name: ``schedule.step(ids=ids,
     labels=labels, ...)``.
 
+    A weight of several stages, such as an embedding that is the output layer's weight, is on each of them, and its
+    gradients are summed at the end of every step of the schedule (:mod:`tied_stage`); ``stage.submod.tied`` names such
+    weights and their stages, for a global norm that counts them once.
+
     Args:
         model: a training step that returns its loss; layers are the list of modules of one class with the most
             parameters. Its parameters are divided in place; those of other stages are free once ``model`` is.
@@ -215,10 +225,8 @@ def pipeline_stage(
 
     Raises:
         ShardingError: no repeated layers, more stages than layers, a batch that is no multiple of the microbatches,
-            weights of two stages, a plan that does not fit.
+            a plan that does not fit.
     """
-    from torch.distributed.pipelining import PipelineStage
-
     arguments.check_module("pipeline_stage", model)
     arguments.check_device_mesh("pipeline_stage", mesh)
     arguments.check_call("pipeline_stage", args, kwargs, model)
@@ -250,8 +258,14 @@ def pipeline_stage(
         (a.device for a in [*args, *(kwargs or {}).values()] if isinstance(a, torch.Tensor)),
         torch.device(mesh.device_type),
     )
-    received, sent = stage.examples()
-    return PipelineStage(stage, index, count, device, input_args=received, output_args=sent, group=mesh.get_group("pp"))
+    examples = dict(zip(("input_args", "output_args"), stage.examples()))
+    if stage.tied:
+        from mindspeed_fx.planning.tied_stage import TiedStage
+
+        return TiedStage(stage, index, count, device, group=mesh.get_group("pp"), tied=stage.tied, **examples)
+    from torch.distributed.pipelining import PipelineStage
+
+    return PipelineStage(stage, index, count, device, group=mesh.get_group("pp"), **examples)
 
 
 def _check_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan | str | None) -> tuple[tuple[str, ...], Plan | None]:

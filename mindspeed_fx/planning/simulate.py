@@ -3,7 +3,7 @@ group.
 
 The model is captured whole, and the program of ``program.py`` runs on LocalTensors, which hold all ranks' parts,
 operator by operator; DTensor's propagation, the plan's edges and the operators' own collectives are those of the real
-thing.
+thing. Stages of a pipeline run one after another, each on what the one before it returned.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import torch
 import torch.fx as fx
@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mindspeed_fx import arguments
 from mindspeed_fx.compat import dtensor, tracing
 from mindspeed_fx.options import Options
+from mindspeed_fx.planning.split_stages import Part, layers_of, split_stages
 from mindspeed_fx.sharding import parallelized_graph
 from mindspeed_fx.sharding.plan import Plan, ShardingError
 
@@ -53,7 +54,8 @@ def simulate(
 
     Args:
         model: whole, on cpu; is not changed.
-        mesh: dimension -> number of ranks, outermost first, e.g. {"dp": 2, "tp": 4}.
+        mesh: dimension -> number of ranks, outermost first, e.g. {"dp": 2, "tp": 4}; with "pp" the model is cut into
+            stages as :func:`mindspeed_fx.pipeline_stage` cuts it, and the batch is one microbatch.
         plan: a plan, or the name of one.
         args, kwargs: of the model, whole. The backward starts from the sum of the floating outputs.
         options: of the backend; decide which operators are fused.
@@ -63,8 +65,7 @@ def simulate(
         ShardingError: the plan does not fit the model or the mesh, or the model breaks into several graphs.
         RuntimeError: a process group exists already.
     """
-    from mindspeed_fx.backend import Compilation
-    from mindspeed_fx.sharding.parallelize import check_mesh, plan_for, show_whole, unmatched_patterns
+    from mindspeed_fx.sharding.parallelize import show_whole, unmatched_patterns
     from mindspeed_fx.sharding.registry import Sharding
 
     arguments.check_module("simulate", model)
@@ -73,97 +74,184 @@ def simulate(
     arguments.check_bool("simulate", "local_inputs", local_inputs)
     arguments.check_call("simulate", args, kwargs, model)
     parsed = Options.parse(options)
-    plan = plan_for("simulate", plan, model)
-    check_mesh(plan, tuple(mesh))
+    plan, sizes, stages = _plan_of_a_stage(model, mesh, plan)
+    layers = layers_of(model, stages) if stages > 1 else ("", 0)
     model = copy.deepcopy(model)
     unmatched_patterns(model, plan)
     names = {id(p): n for n, p in model.named_parameters()}
     show_whole(model, Sharding(plan, None, [n for n, _ in model.named_modules()]), lambda name, p: p)
     results: list[Simulation] = []
+    wrong: list[ShardingError] = []
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
-        result = parallelized_graph.take_shown_calls(gm)
-        if result is None:
-            raise ShardingError("simulate: the model reads none of its parameters")
-        compilation = Compilation(parsed.resolve("cpu"))
-        compilation.sharding = result
-        compilation.capture(gm)
-        return lambda *args: _run(gm, result, plan, mesh, args, names, results, local_inputs)
+        placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        try:
+            parts = split_stages(gm, layers, stages) if stages > 1 else [Part(gm, placeholders, [], [])]
+            hits = [_captured(part.gm, parsed) for part in parts]
+        except ShardingError as error:  # which Dynamo makes one of many lines
+            wrong.append(error)
+            raise
+
+        def run(*values: Any) -> Any:
+            by_node = dict(zip(placeholders, values, strict=True))
+            with dtensor.all_ranks(sizes) as local_mesh, dtensor.plain_tensors_as_replicated():
+                graphs = [_Graph(part, hit, local_mesh, by_node, names, local_inputs) for part, hit in zip(parts, hits)]
+                results.append(_step(graphs))
+            return torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, results[0].outputs)
+
+        return run
 
     torch._dynamo.reset()
     try:
         with tracing.in_one_graph(ShardingError, "simulate"):
             torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
+    except Exception:
+        if wrong:
+            raise wrong[0] from None
+        raise
     finally:
         torch._dynamo.reset()
     return results[0]
 
 
-def _run(
-    gm: fx.GraphModule,
-    hit: parallelized_graph.ParallelizedGraph,
-    plan: Plan,
-    sizes: dict[str, int],
-    arguments: Sequence[Any],
-    names: dict[int, str],
-    results: list[Simulation],
-    parts: bool,
-) -> Any:
-    from torch.distributed.tensor import Replicate, distribute_tensor
+def _captured(gm: fx.GraphModule, options: Options) -> parallelized_graph.ParallelizedGraph:
+    """Capture ``gm``, in place, with the passes of the backend."""
+    from mindspeed_fx.backend import Compilation
 
-    from mindspeed_fx.sharding.parallelize import parameter_placements
-    from mindspeed_fx.sharding.spmd.program import Program, differentiating
+    hit = parallelized_graph.take_shown_calls(gm)
+    if hit is None:
+        raise ShardingError("simulate: the model reads none of its parameters")
+    compilation = Compilation(options.resolve("cpu"))
+    compilation.sharding = hit
+    compilation.capture(gm)
+    return hit
 
-    with dtensor.all_ranks(sizes) as mesh, dtensor.plain_tensors_as_replicated():
+
+def _plan_of_a_stage(model: nn.Module, mesh: dict[str, int], plan: Plan | str) -> tuple[Plan, dict[str, int], int]:
+    """The plan and the mesh of one stage, and how many stages there are.
+
+    Raises:
+        ShardingError: the plan does not fit the model or the mesh.
+    """
+    from mindspeed_fx.planning.pipeline_stage import inside
+    from mindspeed_fx.sharding.parallelize import check_mesh, plan_for
+
+    plan = plan_for("simulate", plan, model)
+    if "pp" not in mesh:
+        check_mesh(plan, tuple(mesh))
+        return plan, mesh, 1
+    if unsupported := getattr(plan, "unsupported", None):
+        raise ShardingError(f'plan "{plan.name}" cannot be executed: {"; ".join(unsupported)}')
+    sizes = {d: n for d, n in mesh.items() if d != "pp"}
+    check_mesh(inside(plan), tuple(sizes))
+    return inside(plan), sizes or {"dp": 1}, mesh["pp"]
+
+
+class _Graph:
+    """One captured graph on all ranks: the whole step, or a stage of it."""
+
+    def __init__(
+        self,
+        part: Part,
+        hit: parallelized_graph.ParallelizedGraph,
+        mesh: Any,
+        by_node: dict[fx.Node, Any],
+        names: dict[int, str],
+        local_inputs: bool,
+    ):
+        """
+        Args:
+            by_node: placeholder of the whole step -> what it is called with.
+            names: identity of a parameter -> its name.
+            local_inputs: see :func:`simulate`.
+        """
+        self.part, self.hit, self.mesh, self.by_node = part, hit, mesh, by_node
+        self.names, self.local_inputs = names, local_inputs
         hit.sharding.mesh = mesh
-        values, tensors, parameters = [], [], {}
-        for node, x in zip([n for n in gm.graph.nodes if n.op == "placeholder"], arguments, strict=True):
-            name = names.get(id(x))
-            if (
-                parts
-                and name is None
-                and isinstance(x, torch.Tensor)
-                and (argument := parallelized_graph.argument_name(node)) is not None
-            ):
-                placements = parallelized_graph.input_value(node, x, hit).placements
-                whole = distribute_tensor(x.detach(), mesh, placements, src_data_rank=None)
-                hit.parts[node.name] = (argument, x)
-                values.append(parallelized_graph.part_value(x, *hit.parts[node.name], hit))
-                tensors.append(whole.to_local().requires_grad_(x.requires_grad))
-                continue
-            if name is None:
-                values.append(parallelized_graph.input_value(node, x, hit))
-                tensors.append(dtensor.on_every_rank(x) if isinstance(x, torch.Tensor) else x)
-                continue
-            placements = parameter_placements(plan, mesh, name, x)
-            whole = distribute_tensor(x.detach(), mesh, placements, src_data_rank=None)
-            values.append(parallelized_graph.parameter_value(whole, name))
-            parameters[name] = (whole, whole.to_local().detach().requires_grad_(x.requires_grad))
-            tensors.append(parameters[name][1])
-        program = Program(gm, plan, mesh, values)
-        with _Collectives() as forward:
-            outputs = program(*tensors)
-        wanted = [
-            o for o in torch.utils._pytree.tree_leaves(outputs) if isinstance(o, torch.Tensor) and o.requires_grad
-        ]
-        with _Collectives() as backward, differentiating(lambda: program):
-            if wanted:  # none under no_grad
-                torch.autograd.backward([o.sum() for o in wanted])
-        result = Simulation(
-            torch.utils._pytree.tree_map_only(torch.Tensor, _one, outputs),
-            {},
-            forward.counts,
-            backward.counts,
-            program.kept.reasons,
-        )
-        for name, (whole, part) in parameters.items():
+        self.parameters: dict[str, tuple[Any, torch.Tensor]] = {}
+        """Name -> the parameter as a DTensor, and its local tensors, to which gradients come."""
+        self.received: list[torch.Tensor] = []
+        self.outputs: Any = None
+
+    def forward(self, received: Sequence[torch.Tensor]) -> None:
+        """Run on what the stage before returned."""
+        from mindspeed_fx.sharding.spmd.program import Program
+
+        self.received = [x.detach().requires_grad_(x.requires_grad) for x in received]
+        args = [*(self.by_node[n] for n in self.part.inputs), *self.received]
+        placeholders = [n for n in self.part.gm.graph.nodes if n.op == "placeholder"]
+        pairs = [self._enter(n, x) for n, x in zip(placeholders, args, strict=True)]
+        self.program = Program(self.part.gm, self.hit.plan, self.mesh, [value for value, _ in pairs])
+        self.outputs = self.program(*(x for _, x in pairs))
+
+    def _enter(self, node: fx.Node, x: Any) -> tuple[Any, Any]:
+        """How the program takes an input, and the input as all ranks hold it."""
+        from torch.distributed.tensor import distribute_tensor
+
+        from mindspeed_fx.sharding.parallelize import parameter_placements
+
+        name, hit = self.names.get(id(x)), self.hit
+        if name is not None:
+            placements = parameter_placements(hit.plan, self.mesh, name, x)
+            whole = distribute_tensor(x.detach(), self.mesh, placements, src_data_rank=None)
+            self.parameters[name] = whole, whole.to_local().detach().requires_grad_(x.requires_grad)
+            return parallelized_graph.parameter_value(whole, name), self.parameters[name][1]
+        if not isinstance(x, torch.Tensor) or any(x is r for r in self.received):
+            return parallelized_graph.input_value(node, x, hit), x
+        argument = parallelized_graph.argument_name(node) if self.local_inputs else None
+        if argument is None:
+            return parallelized_graph.input_value(node, x, hit), dtensor.on_every_rank(x)
+        placements = parallelized_graph.input_value(node, x, hit).placements
+        local = distribute_tensor(x.detach(), self.mesh, placements, src_data_rank=None).to_local()
+        hit.parts[node.name] = (argument, x)
+        return parallelized_graph.part_value(x, argument, x, hit), local.requires_grad_(x.requires_grad)
+
+    def backward(self, gradients: Sequence[torch.Tensor | None] | None) -> None:
+        """From the gradients that the next stage gave back; None: from the sum of the results."""
+        from mindspeed_fx.sharding.spmd.program import differentiating
+
+        tensors = [x for x in torch.utils._pytree.tree_leaves(self.outputs) if isinstance(x, torch.Tensor)]
+        if gradients is None:
+            pairs = [(x.sum(), None) for x in tensors if x.requires_grad]
+        else:
+            pairs = [(x, g) for x, g in zip(tensors, gradients, strict=True) if g is not None]
+        with differentiating(lambda: self.program):
+            if pairs:  # none under no_grad
+                torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
+
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Of the parameters that have one, whole."""
+        from torch.distributed.tensor import Replicate
+
+        for name, (whole, part) in self.parameters.items():
             if part.grad is not None:
                 gradient = type(whole).from_local(
-                    part.grad, mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+                    part.grad, self.mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
                 )
-                result.gradients[name] = _one(gradient.redistribute(placements=[Replicate()] * mesh.ndim).to_local())
-    results.append(result)
-    return torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result.outputs)
+                yield name, _one(gradient.redistribute(placements=[Replicate()] * self.mesh.ndim).to_local())
+
+
+def _step(graphs: Sequence[_Graph]) -> Simulation:
+    """Forward and backward of stages, or of the one graph that a model is."""
+    result = Simulation(None, {})
+    received: Sequence[torch.Tensor] = ()
+    for graph in graphs:
+        with _Collectives() as forward:
+            graph.forward(received)
+        result.forward += forward.counts
+        received = graph.outputs if graph is not graphs[-1] else ()
+    result.outputs = torch.utils._pytree.tree_map_only(torch.Tensor, _one, graphs[-1].outputs)
+    gradients: Sequence[torch.Tensor | None] | None = None
+    for graph in reversed(graphs):
+        with _Collectives() as backward:
+            graph.backward(gradients)
+        result.backward += backward.counts
+        gradients = [x.grad for x in graph.received]
+    for graph in graphs:
+        result.whole += [reason for reason in graph.program.kept.reasons if reason not in result.whole]
+        for name, gradient in graph.gradients():  # stages that share a weight sum its gradients
+            result.gradients[name] = result.gradients[name] + gradient if name in result.gradients else gradient
+    return result
 
 
 class _Collectives(TorchDispatchMode):

@@ -47,25 +47,32 @@ class Part:
 
 def layers_of(model: nn.Module, stages: int) -> tuple[str, int]:
     """Name of the list of the model's layers, and how many there are: of lists whose modules are of one class the one
-    with the most parameters.
+    with the most parameters; where that has less than half of what a ModuleList of several classes has (layers of
+    attention and of a recurrence), the latter.
 
     Raises:
         ShardingError: no such list; fewer layers than stages.
     """
-    lists = [
-        (n, m)
+    sizes = {
+        n: sum(p.numel() for p in m.parameters())
         for n, m in model.named_modules()
-        if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1 and len({type(layer) for layer in m}) == 1
-    ]
-    if not lists:
+        if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1
+    }
+    alike = {n: size for n, size in sizes.items() if len({type(layer) for layer in model.get_submodule(n)}) == 1}
+    mixed = {n: size for n, size in sizes.items() if isinstance(model.get_submodule(n), nn.ModuleList)}
+    name = max(alike, key=alike.__getitem__, default=None)
+    other = max(mixed, key=mixed.__getitem__, default=None)
+    if other is not None and (name is None or 2 * alike[name] < mixed[other]):
+        name = other
+    if name is None:
         raise ShardingError(
-            f"pp={stages}: {type(model).__name__} has no repeated layers (a ModuleList or Sequential of modules of one "
-            "class) to make stages of"
+            f"pp={stages}: {type(model).__name__} has no repeated layers (a ModuleList, or a Sequential of modules of "
+            "one class) to make stages of"
         )
-    name, result = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
-    if stages > len(result):
-        raise ShardingError(f'pp={stages}: "{name}" has {len(result)} layers; valid: 2 to {len(result)} stages')
-    return name, len(result)
+    count = len(model.get_submodule(name))
+    if stages > count:
+        raise ShardingError(f'pp={stages}: "{name}" has {count} layers; valid: 2 to {count} stages')
+    return name, count
 
 
 def split_stages(gm: fx.GraphModule, layers: tuple[str, int], stages: int) -> list[Part]:
@@ -76,11 +83,20 @@ def split_stages(gm: fx.GraphModule, layers: tuple[str, int], stages: int) -> li
         layers: see :func:`layers_of`.
 
     Raises:
-        ShardingError: layers that run in another order, parameters of two stages, values that cannot be sent; with
-            module and line.
+        ShardingError: layers that run in another order, values that cannot be sent; with module and line.
     """
     homes = _Homes(gm, layers, stages)
     return [_part(gm, homes, s) for s in range(stages)]
+
+
+def tied_parameters(parts: list[Part]) -> dict[fx.Node, list[int]]:
+    """Trainable parameters that several stages read -> these stages."""
+    stages: dict[fx.Node, list[int]] = {}
+    for s, part in enumerate(parts):
+        for n in part.inputs:
+            if _is_parameter(n) and fx_graph.example_value_of(n).requires_grad:
+                stages.setdefault(n, []).append(s)
+    return {n: readers for n, readers in stages.items() if len(readers) > 1}
 
 
 class _Homes:
@@ -98,7 +114,6 @@ class _Homes:
         self._after_layers()
         self._before_layers()
         self._find_readers()
-        self._check_parameters()
         self._check_writes()
         self._check_sent()
 
@@ -126,7 +141,7 @@ class _Homes:
             )
 
     def _before_layers(self) -> None:
-        mine = {n for n in self.nodes if self._is_parameter(n)}
+        mine = {n for n in self.nodes if _is_parameter(n)}
         for n in self.nodes:
             if (
                 n not in self.stage
@@ -163,9 +178,6 @@ class _Homes:
                 for inner in body.graph.nodes:
                     yield from self._paths(inner) if inner.op == "call_function" else ()
 
-    def _is_parameter(self, n: fx.Node) -> bool:
-        return n.op == "placeholder" and isinstance(fx_graph.example_value_of(n), nn.Parameter)
-
     def _find_readers(self) -> None:
         for n in reversed(self.nodes):
             results: set[int] = set()
@@ -178,14 +190,6 @@ class _Homes:
                     else self.readers.get(u, set())
                 )
             self.readers[n] = results
-
-    def _check_parameters(self) -> None:
-        for n in self.nodes:
-            if self._is_parameter(n) and len(result := self.readers[n]) > 1:
-                raise ShardingError(
-                    f"parameter {n.name} is read by stages {' and '.join(map(str, sorted(result)))}: tied weights "
-                    "would need their gradients summed over stages; untie them, or use pp=1"
-                )
 
     def _check_writes(self) -> None:
         """What is written in place, through whichever view, must be of one stage: others would not see it."""
@@ -265,6 +269,10 @@ def _part(gm: fx.GraphModule, homes: _Homes, s: int) -> Part:
 def receivable(value: torch.Tensor) -> torch.Tensor:
     """A fake tensor as the next stage gets it: contiguous, and a leaf."""
     return torch.empty_like(value.detach(), memory_format=torch.contiguous_format).requires_grad_(value.requires_grad)
+
+
+def _is_parameter(n: fx.Node) -> bool:
+    return n.op == "placeholder" and isinstance(fx_graph.example_value_of(n), nn.Parameter)
 
 
 def _is_random(n: fx.Node) -> bool:

@@ -52,6 +52,9 @@ def search(**more):
     return lambda: mindspeed_fx.plan(given.pop("model", Model)(), **given)
 
 
+NO_MIXTURE = Plan("experts", ("dp",), inputs={"*": {"dp": "S(0)"}}, experts={"dispatch": "all_to_all"})
+
+
 def wide():
     return nn.Linear(2048, 2048)
 
@@ -216,6 +219,8 @@ SIMULATE = [
     row("simulate: plan of another dimension", simulate(mesh={"tp": 2}), '"dp"', "the mesh has tp"),
     row("simulate: plan that finds nothing", simulate(mesh={"tp": 2}, plan="tp"), 'plan "tp"', "layers.0", "q_proj"),
     row("simulate: unknown plan", simulate(plan="zero9"), '"zero9"', "zero"),
+    row("simulate: stages", simulate(mesh={"pp": 9, "dp": 2}), "pp=9", "2 layers", "valid: 2 to 2"),
+    row("simulate: no mixture", simulate(plan=NO_MIXTURE), 'plan "experts" sends tokens to experts', "no mixture"),
     row("simulate: mesh of 0", simulate(mesh={"dp": 0}), 'mesh["dp"] is 0', "from 1"),
     row("simulate: local_inputs", simulate(local_inputs="yes"), "local_inputs is 'yes'", "True or False"),
     row("simulate: unknown argument", simulate(X, scal=2.0), "'scal'", "scale"),

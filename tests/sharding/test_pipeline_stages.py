@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import weakref
 from types import SimpleNamespace
 
@@ -74,6 +75,33 @@ def test_chained_stages_are_the_model(checkpointed):
     assert gone() is None and stays() is not None, "what other stages own is free"
 
 
+def test_a_tied_weight_is_on_every_stage_that_reads_it():
+    torch.manual_seed(0)
+    model, given = Llama(layers=3, tied=True).double(), batch()
+    parts = stages(model, 3, tuple(given.values()), microbatches=2, options=EAGER)
+    assert [part.tied for part in parts] == [{"embed.weight": [0, 2]}, {}, {"embed.weight": [0, 2]}]
+    expected = model(**given)
+    expected.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters()}
+    model.zero_grad()
+    chained(parts, given, 2).backward()
+    for name, p in (pair for part in parts for pair in part.named_parameters()):
+        assert (p.grad - gradients[name]).abs().max() <= 1e-10 * gradients[name].abs().max(), name
+
+
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_stages_in_one_process(tied):
+    """Every rank of every stage, what they send to each other included."""
+    from tests.sharding.test_simulated import checked
+
+    torch.manual_seed(0)
+    model, given = Llama(layers=3, tied=tied).double(), batch()
+    result = checked(model, {"pp": 3, "tp": 2}, "tp_sp", *given.values())
+    assert result.forward["reduce_scatter_tensor"] == 2 * 3 + 1 and not result.whole
+    with pytest.raises(ShardingError, match='"layers" has 3 layers; valid: 2 to 3 stages'):
+        mindspeed_fx.simulate(model, {"pp": 4, "tp": 2}, "tp", *given.values())
+
+
 class Learned(nn.Module):
     """Positions that every layer reads are made of a parameter, and sent along; so is a norm between the layers."""
 
@@ -140,7 +168,6 @@ def test_what_has_no_stages():
         (nn.Sequential(nn.Linear(4, 4), nn.ReLU()), 2, 1, "Sequential has no repeated layers"),
         (Llama(), 3, 1, '"layers" has 2 layers; valid: 2 to 2 stages'),
         (Llama(), 2, 3, r'argument "ids" of shape \(4, 16\) cannot be split into 3 microbatches'),
-        (Llama(tied=True), 2, 1, "tied weights"),
         (Writes().double(), 2, 1, "module .*writes in place"),
     ):
         with pytest.raises(ShardingError, match=says):
@@ -221,3 +248,56 @@ def worker(rank, store, sizes, plan, kind):
 )
 def test_schedules_over_processes(sizes, plan, kind, tmp_path):
     ranks.spawn(worker, (str(tmp_path / "store"), sizes, plan, kind), nprocs=2 * len(sizes))
+
+
+def tied_worker(rank, store, sizes, plan, kind):
+    """Optimizer steps, each of two steps of the schedule, of a model whose first and last stage share a weight; ranks
+    begin with other weights, of which those of the first stage count."""
+    import torch.distributed as dist
+    from torch.distributed import pipelining
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.set_num_threads(1)
+    world = math.prod(sizes.values())
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    torch.manual_seed(0)
+    model, given = Llama(layers=3, tied=True).double(), batch(8)
+    whole = copy.deepcopy(model)
+    if mesh.get_local_rank("pp"):
+        torch.nn.init.normal_(model.embed.weight)
+    stage = mindspeed_fx.pipeline_stage(model, mesh, plan, kwargs=given, microbatches=4, options=EAGER)
+    loss = lambda loss, _: loss.sum() / 8  # noqa: E731
+    schedule = getattr(pipelining, kind)(
+        [stage] if "Interleaved" in kind else stage, 4, loss_fn=loss, scale_grads=False
+    )
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (whole, stage.submod)]
+    for _ in range(2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        whole(**given).backward()
+        for _ in range(2):
+            schedule.step(**given, target=given["labels"])
+        for optimizer in optimizers:
+            optimizer.step()
+    expected, mine = dict(whole.named_parameters()), dict(stage.submod.named_parameters())
+    assert ("embed.weight" in mine) == (stage.is_first or stage.is_last)
+    for name, p in mine.items():
+        found = p.full_tensor() if len(sizes) > 1 else p
+        assert (found - expected[name]).abs().max() <= 1e-10 * expected[name].abs().max(), name
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "sizes,plan,kind",
+    [
+        ({"pp": 2}, None, "Schedule1F1B"),
+        pytest.param({"pp": 3}, None, "Schedule1F1B", marks=pytest.mark.slow),
+        pytest.param({"pp": 2}, None, "ScheduleInterleavedZeroBubble", marks=pytest.mark.slow),
+        pytest.param({"pp": 2, "tp": 2}, "tp_sp", "ScheduleInterleaved1F1B", marks=pytest.mark.slow),
+        pytest.param({"pp": 2, "dp": 2}, "zero2", "ScheduleGPipe", marks=pytest.mark.slow),
+    ],
+)
+def test_tied_weights_over_processes(sizes, plan, kind, tmp_path):
+    ranks.spawn(tied_worker, (str(tmp_path / "store"), sizes, plan, kind), nprocs=math.prod(sizes.values()))

@@ -431,12 +431,9 @@ def test_plans_with_a_pipeline_run_as_stages():
     assert plan.layout.microbatches == 2 and plan.solution.parts["bubble"] > 0
     assert not plan.unsupported and plan.sizes == {"pp": 2, "dp": 2, "tp": 2}
     tied = mindspeed_fx.plan(*large(batch=4, tied=True), mesh={"pp": 2, "dp": 4}, hardware="ascend910b2")
-    assert (
-        'parameter "embed.weight" is tied' in tied.unsupported[0]
-        or 'parameter "head.weight" is tied' in tied.unsupported[0]
-    )
+    assert not tied.unsupported
     with pytest.raises(ShardingError, match="pipeline_stage"):
-        simulate(Llama(), {"pp": 2, "dp": 2, "tp": 2}, plan, *(torch.zeros(4, 16, dtype=torch.long),) * 2)
+        simulate(Llama(), {"dp": 2, "tp": 2}, plan, *(torch.zeros(4, 16, dtype=torch.long),) * 2)
 
 
 @pytest.mark.parametrize(

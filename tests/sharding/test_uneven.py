@@ -138,3 +138,26 @@ def test_what_a_plan_cannot_divide_stays_whole(plan):
     assert whole_layers(model, named) == ["qkv_proj"] and named.parameters["o_proj.weight"] == {"tp": "S(1)"}
     ids, labels = (torch.randint(0, 60, (4, 16)) for _ in range(2))
     equal(model, {"tp": 2}, named, ids, labels)
+
+
+class Table(torch.nn.Module):
+    """Adds the weight of an embedding itself, which has no batch, as relative positions do."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.table = torch.nn.Embedding(64, 32), torch.nn.Embedding(32, 32)
+        self.fc1, self.fc2 = torch.nn.Linear(32, 64), torch.nn.Linear(64, 32)
+
+    def forward(self, ids, labels):
+        x = self.embed(ids) + self.table.weight[: ids.shape[1]]
+        return F.cross_entropy(self.fc2(torch.relu(self.fc1(x))).flatten(0, 1), labels.flatten() % 32)
+
+
+def test_what_has_fewer_dimensions_than_a_plan_divides_stays_whole():
+    model = Table().double()
+    ids, labels = (torch.randint(0, 60, (4, 16)) for _ in range(2))
+    mesh = {"tp_x": 2, "tp_y": 2}
+    result = equal(model, mesh, "tp_2d", ids, labels)
+    assert ["placement S(2) of a tensor of 2 dimensions" in reason for reason in result.whole] == [True]
+    with pytest.raises(ShardingError, match=r"placement S\(2\) of a tensor of 2 dimensions"):
+        simulate(model, mesh, named_plan("tp_2d", model, strict=True), ids, labels)

@@ -1,74 +1,28 @@
 """Hugging Face architectures under plans, every rank in one process: equal to one device, or refused in one clear line.
 
-    python -m tests.zoo.plans --write docs/parallel_matrix.md --update [ARCHITECTURE ...] [--plans tp ring ...]
+    python -m tests.zoo.plans --write docs/parallel_matrix.md --update --missing [ARCHITECTURE ...] [--plans tp ...]
 
-Models are tiny, have two layers and random weights, and compute in float64 throughout (:func:`in_float64`): norms,
-softmax and losses that are written in float32 would round differently wherever a sum is taken in another order.
+The models are those of :mod:`tests.zoo.parallel_models`.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import inspect
 import logging
 import pathlib
 import re
 import signal
-import sys
 import time
-import types
 import warnings
 from typing import Any
 
 import torch
 
+from tests.zoo.parallel_models import ARCHITECTURES, MIXTURES, build
+
 TOLERANCE = 1e-9
 SECONDS = 300
 """For one cell."""
-
-ARCHITECTURES: dict[str, str] = {
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "cohere2": "Cohere2ForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
-    "olmoe": "OlmoeForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-    "gpt_neox": "GPTNeoXForCausalLM",
-    "bloom": "BloomForCausalLM",
-    "bert": "BertForMaskedLM",
-    "opt": "OPTForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-    "phi3": "Phi3ForCausalLM",
-    "qwen3_next": "Qwen3NextForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "falcon": "FalconForCausalLM",
-    "t5": "T5ForConditionalGeneration",
-    "vit": "ViTForImageClassification",
-    "mamba": "MambaForCausalLM",
-    "mamba2": "Mamba2ForCausalLM",
-}
-"""Type of the configuration -> class of the model."""
-
-OWN: dict[str, dict[str, Any]] = {
-    "bert": dict(type_vocab_size=2),
-    "gemma3_text": dict(layer_types=["sliding_attention", "full_attention"]),
-    "gpt_oss": dict(layer_types=["sliding_attention", "full_attention"]),
-    "falcon": dict(alibi=False),
-    "mamba2": dict(num_heads=8, head_dim=8, n_groups=2, state_size=8, chunk_size=8),
-    "t5": dict(d_model=32, d_kv=8, d_ff=64, decoder_start_token_id=0, dropout_rate=0.0, num_decoder_layers=2),
-    "vit": dict(image_size=16, patch_size=4, num_labels=6),
-    "qwen3_next": dict(
-        layer_types=["linear_attention", "full_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-    ),
-}
 
 PLANS: dict[str, tuple[str, dict[str, int]]] = {
     "tp": ("tp", {"tp": 2}),
@@ -84,79 +38,9 @@ PLANS: dict[str, tuple[str, dict[str, int]]] = {
     "zero2+tp_sp": ("zero2+tp_sp", {"dp": 2, "tp": 2}),
     "tp_2d": ("tp_2d", {"tp_x": 2, "tp_y": 2}),
     "search": ("search", {"dp": 2, "tp": 2}),
+    "pp2 x search": ("search", {"pp": 2, "tp": 2}),
 }
 """Column -> plan and mesh; "search" is what ``mindspeed_fx.plan`` finds for the mesh."""
-
-MIXTURES = ("olmoe", "gpt_oss", "qwen2_moe", "deepseek_v3", "qwen3_next", "mixtral")
-"""Those that the plans "ep" and "ep_alltoall" are for; the others have "zero2+tp_sp" in their place."""
-
-
-def in_float64(module: types.ModuleType) -> types.ModuleType:
-    """A copy of a module of transformers in which float64 stands for float32."""
-    name = f"{module.__name__}_float64"
-    if name not in sys.modules:
-        source = re.sub(r"torch\.float32\b|torch\.float\b(?!\()", "torch.float64", inspect.getsource(module)).replace(
-            ".float()", ".double()"
-        )
-        copy = types.ModuleType(name)
-        copy.__package__, copy.__file__ = module.__package__, module.__file__
-        sys.modules[name] = copy
-        exec(compile(source, module.__file__, "exec"), copy.__dict__)
-    return sys.modules[name]
-
-
-def build(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """A model in training mode whose call gives the loss, and the inputs of one step."""
-    from transformers import AutoConfig
-
-    from tests.zoo import architectures
-
-    default = AutoConfig.for_model(name)
-    small = {
-        k: v
-        for k, v in architectures.SMALL.items()
-        if architectures._has(default, k) and not isinstance(getattr(type(default), k, None), property)
-    }
-    small = {k: v for k, v in small.items() if not (k in architectures.OPTIONAL and getattr(default, k) is None)}
-    if "qk_rope_head_dim" in small and "head_dim" in small:
-        small.update(head_dim=small["qk_rope_head_dim"], num_key_value_heads=small["num_attention_heads"])
-    config = AutoConfig.for_model(name, **small | dict(hidden_size=32, vocab_size=64) | OWN.get(name, {}))
-    family = name.removesuffix("_text")
-    module = in_float64(importlib.import_module(f"transformers.models.{family}.modeling_{family}"))
-    losses = in_float64(importlib.import_module("transformers.loss.loss_utils"))
-    torch.manual_seed(0)
-    model = getattr(module, ARCHITECTURES[name])(config).double().train()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p), alpha=0.05)  # biases and sinks begin as zeros
-    model.config._experts_implementation = "batched_mm"
-    kind = {"bert": losses.ForMaskedLMLoss, "vit": losses.ForSequenceClassificationLoss}
-    model.loss_function = kind.get(name, losses.ForCausalLMLoss)
-    if name == "vit":
-        return LossOfImages(model), dict(
-            pixel_values=torch.randn(4, 3, 16, 16, dtype=torch.float64), labels=torch.arange(4)
-        )
-    ids = torch.randint(3, 60, (4, 16))
-    labels = ids.roll(1, 0).masked_fill(torch.arange(16) < 3, -100)
-    return Loss(model), dict(input_ids=ids, labels=labels)
-
-
-class Loss(torch.nn.Module):
-    """The loss alone of a model of transformers."""
-
-    def __init__(self, model: torch.nn.Module):
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids=input_ids, labels=labels).loss
-
-
-class LossOfImages(Loss):
-    """The same of one that takes images."""
-
-    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return self.model(pixel_values=pixel_values, labels=labels).loss
 
 
 def cell(name: str, column: str) -> tuple[str, str]:
@@ -229,17 +113,21 @@ def columns(name: str) -> list[str]:
     return [c for c in PLANS if c not in without]
 
 
+class OutOfTime(BaseException):
+    """No ``Exception``, of which the package would make an error of its own."""
+
+
 def checked(name: str, column: str, seconds: int) -> tuple[str, str]:
     """:func:`cell` within ``seconds``."""
 
     def stop(*_: Any) -> None:
-        raise TimeoutError(f"not done after {seconds} s")
+        raise OutOfTime(f"not done after {seconds} s")
 
     signal.signal(signal.SIGALRM, stop)
     signal.alarm(seconds)
     try:
         return cell(name, column)
-    except TimeoutError as error:
+    except OutOfTime as error:
         return "broken", str(error)
     finally:
         signal.alarm(0)
@@ -247,7 +135,7 @@ def checked(name: str, column: str, seconds: int) -> tuple[str, str]:
 
 def markdown(found: dict[tuple[str, str], tuple[str, str]]) -> str:
     """The table, and below it what was refused and why."""
-    names = list(dict.fromkeys(n for n, _ in found))
+    names = [n for n in ARCHITECTURES if any(n == m for m, _ in found)]
     counts = {
         word: sum(w == word for w, _ in found.values()) for word in ("equal", "whole", "refused", "wrong", "broken")
     }
@@ -256,7 +144,9 @@ def markdown(found: dict[tuple[str, str], tuple[str, str]]) -> str:
         ", ".join(f"{n} {word}" for word, n in counts.items())
         + f" of {len(found)} cells. Equal: loss and every gradient to {TOLERANCE:.0e}, relative; the number is the "
         "largest error. Whole: equal, and the table below names how many things the plan does not divide, and the "
-        "first of them. Two layers, float64, all ranks in one process.",
+        "first of them. Two layers, float64, all ranks in one process. Columns of experts are for models that have "
+        "some, zero2+tp_sp for the others; search and pp2 x search are what `mindspeed_fx.plan` finds for dp 2 x tp 2 "
+        "and for pp 2 x tp 2.",
         "",
     ]
     lines += ["| architecture | " + " | ".join(PLANS) + " |", "|---|" + "---|" * len(PLANS)]
@@ -266,7 +156,7 @@ def markdown(found: dict[tuple[str, str], tuple[str, str]]) -> str:
     lines += ["", "| cell | | what it says |", "|---|---|---|"]
     lines += [
         f"| {n}, {c} | {word} | {text.replace('|', chr(92) + '|')} |"
-        for (n, c), (word, text) in found.items()
+        for (n, c), (word, text) in sorted(found.items(), key=lambda item: names.index(item[0][0]))
         if word != "equal"
     ]
     return "\n".join(lines) + "\n"
@@ -291,6 +181,7 @@ def main() -> None:
     parser.add_argument("--write", help="Markdown file; standard output by default")
     parser.add_argument("--update", action="store_true", help="keep the cells of --write's file that are not run")
     parser.add_argument("--skip-equal", action="store_true", help="with --update: run what is not equal alone")
+    parser.add_argument("--missing", action="store_true", help="with --update: run what the file does not have alone")
     parser.add_argument("--seconds", type=int, default=SECONDS, help="for one cell")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -298,7 +189,8 @@ def main() -> None:
     found = read(pathlib.Path(args.write).read_text()) if args.update else {}
     for name in args.architectures:
         for column in args.plans or columns(name):
-            if args.skip_equal and found.get((name, column), ("", ""))[0] == "equal":
+            known = found.get((name, column), ("", ""))[0]
+            if (args.skip_equal and known == "equal") or (args.missing and known):
                 continue
             begin = time.perf_counter()
             found[name, column] = checked(name, column, args.seconds)

@@ -3,9 +3,8 @@
 
 Hugging Face's "batched_mm" experts and other plain models copy each token's expert weights, [rows, n, k] numbers, and
 their gradient adds those copies up again. Sorted by expert, the rows of one expert share one product and nothing is
-copied but rows. Safe because the row products are the same. The experts' numbers must come from topk, sort or argmax,
-which are
-never negative: a negative index would count from the last expert.
+copied but rows. Safe because the row products are the same. The experts' numbers must come from topk, sort, argmax or
+the places of a maximum, which are never negative: a negative index would count from the last expert.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from mindspeed_fx.passes.base import Context, PassReport, Site, calls, register,
 from mindspeed_fx.passes.fusion.moe_permute import match_repeat
 
 NAME, OPERATOR = "fusion.gathered_experts", "mindspeed::grouped_matmul"
-CHOSEN = (aten.topk.default, aten.sort.default, aten.sort.stable)
+CHOSEN = (aten.topk.default, aten.sort.default, aten.sort.stable, aten.max.dim, aten.min.dim)
 SAME = (
     *match.RESHAPES,
     aten.clone.default,
@@ -81,9 +80,11 @@ def _match_gather(n: Any) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _never_negative(n: fx.Node) -> bool:
-    """True for positions, which topk, sort and argmax return, and parts of them."""
+    """True for positions, which topk, sort, argmax and max return, parts of them, and several beside each other."""
     while match.is_call(n, *SAME):
         n = n.args[0]
+    if match.is_call(n, aten.cat.default, aten.concat.default):
+        return all(map(_never_negative, n.args[0]))
     if match.is_call(n, aten.clamp.default):
         return isinstance(match.argument(n, "min"), int) and match.argument(n, "min") >= 0
     return match.is_call(n, aten.argmax.default) or (
@@ -95,8 +96,8 @@ def _rewrite(gm: fx.GraphModule, node: fx.Node, result: Rows) -> Site | str:
     x, weight, expert, transposed, region = result
     if not _never_negative(expert):
         return (
-            f"the experts' numbers ({expert.name}) come from no topk, sort or argmax and may be negative, counting "
-            "from the last expert"
+            f"the experts' numbers ({expert.name}) come from no topk, sort, argmax or maximum and may be negative, "
+            "counting from the last expert"
         )
     if match.value(x).dtype != match.value(weight).dtype:
         return f"rows are {match.value(x).dtype}, matrices {match.value(weight).dtype}"

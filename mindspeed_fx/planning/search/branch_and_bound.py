@@ -97,6 +97,11 @@ def branch_and_bound(
             'mesh dimension "ep" divides experts, and none were found: weights [experts, ., .] in grouped products; '
             'experts that are a list of modules are not divided. Name the dimension "dp", or stack their weights'
         )
+    if (stages := (fixed or {}).get("pp", 1)) > max(1, layers):
+        raise ShardingError(
+            f'mesh dimension "pp": {stages} stages need as many layers of one kind in a row, and the model has '
+            f"{layers or 'none'}"
+        )
     factored = list(meshes(devices, rows, length, layers, experts, fixed or {}, pipeline, hw.node))
     if not factored:
         raise ShardingError(

@@ -18,6 +18,7 @@ from mindspeed_fx.planning.search.layer_dedup import Repetition, repetition
 from mindspeed_fx.planning.search.problem import NotRepeated, Problem
 from mindspeed_fx.planning.search.problem_builder import build_problem
 from mindspeed_fx.planning.search.traced_plan import Traced
+from mindspeed_fx.planning.split_stages import layers_of
 from mindspeed_fx.report.source import source_line
 from mindspeed_fx.sharding.plan import ShardingError
 
@@ -32,15 +33,16 @@ class _Seen(Exception):
     """Ends the run of the traced model before it starts."""
 
 
-def trace_model(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Problem:
+def trace_model(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], stages: int = 1) -> Problem:
     """The search's view of ``model``: two of each kind of layer are traced, or all where that is no proof.
 
     Args:
         model: on any device, meta included; is not changed and not run.
         args, kwargs: of the model, of the whole batch; may be on the meta device.
+        stages: of a pipeline, where their number is given; layers that do not repeat are runs of one then.
 
     Raises:
-        ShardingError: sizes that are data, with module and line.
+        ShardingError: sizes that are data, with module and line; fewer layers than stages.
     """
     short = repetition(model)
     if short.runs:
@@ -50,9 +52,22 @@ def trace_model(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -
             why = str(e)
         except (IndexError, KeyError, torch._dynamo.exc.TorchDynamoException) as e:
             why = f"the model does not run with fewer layers ({str(e).splitlines()[0] if str(e) else type(e).__name__})"
-        whole = Repetition(model, notes=[*short.notes, f"every layer was traced and is planned by itself: {why}"])
-        return _problem(*_capture(model, args, kwargs), whole)
-    return _problem(*_capture(model, args, kwargs), short)
+        notes = [*short.notes, f"every layer was traced and is planned by itself: {why}"]
+        short = Repetition(model, notes=notes)
+    short.runs = _single_layers(model, stages)
+    try:
+        return _problem(*_capture(model, args, kwargs), short)
+    except NotRepeated as e:
+        raise ShardingError(f"pp={stages}: {e}") from None
+
+
+def _single_layers(model: nn.Module, stages: int) -> list[tuple[list[str], list[str]]]:
+    """Each layer that stages are made of as a run of its own; none without stages."""
+    if stages == 1:
+        return []
+    path, count = layers_of(model, stages)
+    names = [f"{path}.{i}".lstrip(".") for i in range(count)]
+    return [([name], [name]) for name in names]
 
 
 def _problem(gm: fx.GraphModule, names: list[str | None], repeated: Repetition) -> Problem:

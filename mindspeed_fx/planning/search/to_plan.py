@@ -50,13 +50,6 @@ class _Emitter:
 
     def emit(self) -> tuple[dict[str, Any], list[str]]:
         L = self.layout
-        if L.pp > 1:
-            for parameter in self.problem.parameters:
-                if len(ops := {n.op for n, _ in parameter.users}) > 1 and "embedding" in ops:
-                    self.wrong.append(
-                        f'pp={L.pp}: parameter "{parameter.name}" is tied, of the first stage and the last, whose '
-                        "gradients are not summed"
-                    )
         if L.tp > 1:
             self._edges()
         self._parameters()

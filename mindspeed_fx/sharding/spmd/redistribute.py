@@ -37,7 +37,11 @@ def redistribute(x: DTensor, placed: Mapping[str, str]) -> DTensor:
     where = f"value of shape {tuple(x.shape)}"
     for name, word in placed.items():
         i = x.device_mesh.mesh_dim_names.index(name)
-        wanted[i] = placements_of({name: word}, x.device_mesh, x.ndim, where)[i]
+        try:
+            wanted[i] = placements_of({name: word}, x.device_mesh, x.ndim, where)[i]
+        except ShardingError as error:  # of a dimension that it does not have
+            keep_whole(error)
+            wanted[i] = Replicate()
     try:
         even(x.shape, wanted, x.device_mesh, where)
     except ShardingError as error:

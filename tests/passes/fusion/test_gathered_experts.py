@@ -36,10 +36,13 @@ def test_every_spelling(spelling, tokens, k, experts, need_x, need_weight):
     assert function_agrees(f, x, w, torch.rand(tokens, experts)).counts[NAME] == 1
 
 
-@pytest.mark.parametrize("numbers", ["argmax", "clamp"])
+@pytest.mark.parametrize("numbers", ["argmax", "clamp", "max", "cat", "concat"])
 def test_other_numbers_that_are_never_negative(numbers):
     choose = {
         "argmax": lambda scores: scores.argmax(1),
+        "max": lambda scores: scores.max(1)[1],
+        "concat": lambda scores: torch.concat((scores[:2].argmax(1), scores[2:].min(1)[1])),
+        "cat": lambda scores: torch.cat((scores[:2].max(1, keepdim=True)[1], scores[2:].argmax(1, True)))[:, 0],
         "clamp": lambda scores: (scores * 9).long().sum(1).clamp(0, 3),
     }[numbers]
     f = lambda x, w, scores: SPELLINGS["row"](x, w, choose(scores))  # noqa: E731

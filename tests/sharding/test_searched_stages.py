@@ -1,0 +1,46 @@
+"""Plans by search with a given number of stages, of models whose layers do not repeat, or whose first and last stage
+share a weight.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("scipy", reason="the search needs scipy's HiGHS")
+
+import mindspeed_fx
+from mindspeed_fx.sharding.plan import ShardingError
+from tests.sharding.test_search import large
+from tests.sharding.test_simulated import checked
+
+
+class Mixed(nn.Module):
+    """Layers of two classes by turns, no three alike, and an output layer that is the embedding's weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(64, 16)
+        self.layers = nn.ModuleList([nn.Linear(16, 16), nn.Bilinear(16, 16, 16), nn.Linear(16, 16)])
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x) if isinstance(layer, nn.Linear) else layer(x, x))
+        return nn.functional.cross_entropy((x @ self.embed.weight.T).flatten(0, 1), labels.flatten())
+
+
+def test_layers_that_do_not_repeat_make_stages_too():
+    model, args = Mixed().double(), tuple(torch.randint(0, 64, (4, 16)) for _ in range(2))
+    plan = mindspeed_fx.plan(model, args, mesh={"pp": 3, "tp": 2}, hardware="ascend910b2")
+    assert not plan.unsupported and plan.mesh[0] == "pp" and plan.sizes == {"pp": 3, "tp": 2}
+    assert [row["layer"] for row in plan.layers()][1:] == [f"layers.{i} ... {i}" for i in range(3)]
+    checked(model, plan.sizes, plan, *args)
+    with pytest.raises(ShardingError, match='pp=4: "layers" has 3 layers; valid: 2 to 3 stages'):
+        mindspeed_fx.plan(model, args, mesh={"pp": 4}, hardware="ascend910b2")
+
+
+def test_more_stages_than_repeated_layers_are_refused_by_their_number():
+    with pytest.raises(ShardingError, match='mesh dimension "pp": 8 stages need as many layers .* the model has 4'):
+        mindspeed_fx.plan(*large(layers=4), mesh={"pp": 8}, hardware="ascend910b2")
