@@ -1,9 +1,9 @@
 """``python -m tests.mutants``: faults planted by a seed, and the tests that should see them.
 
-    record [files of tests]   which test executes which line, once (--minutes: goes on at the next call)
-    run                       mutants, until the time is over; goes on where it was
-    show N ...                the fault of these numbers (of the seed's order)
-    table                     what came of it, as Markdown
+record [files of tests]   which test executes which line, once (--minutes: goes on at the next call)
+run                       mutants, until the time is over; goes on where it was
+show N ...                the fault of these numbers (of the seed's order)
+table                     what came of it, as Markdown
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.mutants import table
 from tests.mutants.campaign import run_fault, store, stored
 from tests.mutants.faults import Fault, plant
 from tests.mutants.process import WARM, warm
-from tests.mutants.recording import LEFT_OUT, Recording, is_recorded, record
+from tests.mutants.recording import LEFT_OUT, Recording, record, recorded_files
 from tests.mutants.sample import ROOMS, choose, faults_of, shares
 from tests.mutants.tree import Tree
 
@@ -36,13 +36,14 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--root", type=pathlib.Path, default=ROOT, help="the checkout")
     result.add_argument("--package", default="mindspeed_fx")
     result.add_argument("--rooms", nargs="+", default=ROOMS, help="folders of the package; . is all of it")
-    result.add_argument("--folder", type=pathlib.Path, help="copy, recording and results; build/mutants of the checkout")
+    result.add_argument("--folder", type=pathlib.Path, help="for copy, recording, results; build/mutants of the root")
     result.add_argument("--anew", action="store_true", help="copy the package anew and forget what was recorded")
     result.add_argument("--minutes", type=float, default=1e9, help="when to begin no further one")
     result.add_argument("--seed", type=int, default=22)
     result.add_argument("--count", type=int, default=300)
-    result.add_argument("--limit", type=float, default=120.0, help="seconds a mutant, or a file that is recorded, may take")
+    result.add_argument("--limit", type=float, default=120.0, help="seconds a mutant or a recorded batch may take")
     result.add_argument("--most", type=float, default=60.0, help="seconds that a mutant's tests took when recorded")
+    result.add_argument("--batch", type=int, default=8, help="record: files of tests that share a process")
     result.add_argument("--durations", type=pathlib.Path, help="record: pytest's table of a run before")
     result.add_argument("--longest", type=float, default=3.0, help="record: leaves out what took longer in that run")
     result.add_argument("--warm", nargs="*", default=WARM, help="modules imported once for all")
@@ -53,13 +54,13 @@ def parser() -> argparse.ArgumentParser:
 def record_all(tree: Tree, files: Sequence[str], known: Mapping[str, float], options: argparse.Namespace) -> None:
     """Record what is not recorded yet, in the order of ``files``; named files anew."""
     end = time.monotonic() + 60 * options.minutes
-    for file in files or _files(tree):
-        if time.monotonic() > end:
-            return
-        if files or not is_recorded(tree, file):
-            outcome = record(tree, file, known, options.longest, options.limit)
-            why = f": {outcome.test} {outcome.message}" if outcome.status != "passed" else ""
-            print(f"{outcome.status} {file} {outcome.ran} tests, {outcome.seconds:.0f} s{why}", flush=True)
+    recorded = recorded_files(tree)
+    remaining = list(files) or [f for f in _files(tree) if f not in recorded]
+    while remaining and time.monotonic() < end:
+        batch, remaining = remaining[: options.batch], remaining[options.batch :]
+        outcome = record(tree, batch, known, options.longest, options.limit)
+        why = f": {outcome.test} {outcome.message}" if outcome.status != "passed" else ""
+        print(f"{outcome.status} {' '.join(batch)} {outcome.ran} tests, {outcome.seconds:.0f} s{why}", flush=True)
 
 
 def _files(tree: Tree) -> list[str]:
@@ -82,7 +83,8 @@ def run_all(tree: Tree, chosen: Sequence[Fault], options: argparse.Namespace) ->
             return
         result = run_fault(tree, recording, chosen[n], options.limit, options.most)
         store(file, result)
-        print(f"{n} {result.status} {result.name} ({result.ran} tests, {result.seconds:.0f} s) {result.test}", flush=True)
+        took = f"{result.ran} tests, {result.seconds:.0f} s"
+        print(f"{n} {result.status} {result.name} ({took}) {result.test}", flush=True)
 
 
 def show(tree: Tree, chosen: Sequence[Fault], numbers: Sequence[str]) -> None:

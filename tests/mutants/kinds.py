@@ -159,7 +159,12 @@ def gradient(node: ast.AST, place: Place) -> Pairs:
         yield node, ast.Constant(False)
     elif isinstance(node, ast.Subscript) and _name(node.value) == "needs_input_grad":
         yield node, ast.Constant(False)
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "detach" and not node.args:
+    elif (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "detach"
+        and not node.args
+    ):
         yield node, node.func.value
 
 
@@ -225,7 +230,9 @@ def wait(node: ast.AST, place: Place) -> Pairs:
 # ---------------------------------------------------------------- alias
 
 COPIES = ("list", "dict", "set")
-EFFECTS = frozenset("update discard remove clear replace_all_uses_with replace_input_with pop popleft recompile".split())
+EFFECTS = frozenset(
+    "update discard remove clear replace_all_uses_with replace_input_with pop popleft recompile".split()
+)
 
 
 def alias(node: ast.AST, place: Place) -> Pairs:

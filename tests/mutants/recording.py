@@ -1,4 +1,4 @@
-"""Which test executes which line of the package, and how long it takes: recorded once, a file of tests at a time."""
+"""Which test executes which line of the package, and how long it takes: recorded once, some files at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ from tests.mutants.tree import Tree
 
 USUAL = ("-m", "not slow and not cuda")
 
-LEFT_OUT = ("tests/test_layout.py", "tests/test_floors.py", "tests/test_words.py", "tests/test_imports.py", "tests/docs/")
+LEFT_OUT = (
+    "tests/test_layout.py",
+    "tests/test_floors.py",
+    "tests/test_words.py",
+    "tests/test_imports.py",
+    "tests/docs/",
+)
 """Tests of how the package is written: they fail where a line is too long, and show nothing wrong."""
 
 
@@ -27,10 +33,11 @@ class Recorder:
     ``seconds`` are those of a run before, by test: what took longer than ``longest`` is left out.
     """
 
-    def __init__(self, tree: Tree, name: str, seconds: Mapping[str, float], longest: float):
+    def __init__(self, tree: Tree, files: Sequence[str], seconds: Mapping[str, float], longest: float):
         import coverage
 
-        self.target = tree.folder / "recording" / name
+        self.files = list(files)
+        self.target = tree.folder / "recording" / files[0].removesuffix(".py").replace("/", "+")
         self.known, self.longest = seconds, longest
         self.seconds: dict[str, float] = {}
         self.failed: set[str] = set()
@@ -65,25 +72,18 @@ class Recorder:
         self.coverage.stop()
         self.coverage.save()
         passed = {n: round(s, 3) for n, s in self.seconds.items() if n not in self.failed}
-        kept = {"seconds": passed, "not_passed": sorted(self.failed), "left_out": self.left_out}
+        kept = {"files": self.files, "seconds": passed, "not_passed": sorted(self.failed), "left_out": self.left_out}
         self.target.with_suffix(".json").write_text(json.dumps(kept, indent=0))
 
 
-def record(tree: Tree, file: str, seconds: Mapping[str, float], longest: float, limit: float) -> Outcome:
-    """Record one file of tests; only what passed counts as a test afterwards."""
-    name = _slug(file)
+def record(tree: Tree, files: Sequence[str], seconds: Mapping[str, float], longest: float, limit: float) -> Outcome:
+    """Record files of tests in one process; only what passed counts as a test afterwards."""
     (tree.folder / "recording").mkdir(exist_ok=True)
-    return run_tests(
-        tree.copy, [file], None, tree.folder, limit, USUAL, lambda: Recorder(tree, name, seconds, longest)
-    )
+    return run_tests(tree.copy, files, None, tree.folder, limit, USUAL, lambda: Recorder(tree, files, seconds, longest))
 
 
-def is_recorded(tree: Tree, file: str) -> bool:
-    return (tree.folder / "recording" / _slug(file)).with_suffix(".json").exists()
-
-
-def _slug(file: str) -> str:
-    return file.removesuffix(".py").replace("/", "+")
+def recorded_files(tree: Tree) -> set[str]:
+    return {f for p in (tree.folder / "recording").glob("*.json") for f in json.loads(p.read_text())["files"]}
 
 
 class Recording:

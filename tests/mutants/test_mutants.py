@@ -141,16 +141,20 @@ def test_that_fails():
 def tiny(tmp_path_factory):
     """Root of a small checkout, whose tests were recorded and all whose mutants ran."""
     root = tmp_path_factory.mktemp("tiny")
-    for name, text in (("tiny/__init__.py", TINY), ("tests/test_tiny.py", TESTS), ("pytest.ini", "[pytest]\nmarkers = slow\n cuda\n")):
+    for name, text in (
+        ("tiny/__init__.py", TINY),
+        ("tests/test_tiny.py", TESTS),
+        ("pytest.ini", "[pytest]\nmarkers = slow\n cuda\n"),
+    ):
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_text(text)
-    assert "passed" in command(root, "record") or True
+    assert "failed tests/test_tiny.py 5 tests" in command(root, "record")
     command(root, "run")
     return root
 
 
 def command(root: pathlib.Path, *arguments: str, code: int = 0) -> str:
-    fixed = ["--root", str(root), "--package", "tiny", "--rooms", ".", "--limit", "6"]
+    fixed = ["--root", str(root), "--package", "tiny", "--rooms", ".", "--limit", "4"]
     done = subprocess.run(
         [sys.executable, "-m", "tests.mutants", *arguments, *fixed, "--warm"], capture_output=True, text=True, cwd=ROOT
     )
@@ -179,7 +183,7 @@ def test_an_equivalent_one_survives_all_its_tests(tiny):
 def test_a_loop_without_end_is_not_finished_and_not_killed(tiny):
     endless = results(tiny)["sign countdown: n - 2 -> (n + 2)"]
     assert (endless["status"], endless["test"]) == ("not finished", "")
-    assert 5 < endless["seconds"] < 60
+    assert 3 < endless["seconds"] < 60
 
 
 def test_what_no_test_executes_is_said(tiny):

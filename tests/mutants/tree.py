@@ -41,7 +41,9 @@ class Tree:
             return
         changed = self.changed()
         if changed:
-            raise SystemExit(f"{', '.join(changed[:5])}: changed since {self.copy} was made; `--anew` records it all anew")
+            raise SystemExit(
+                f"{', '.join(changed[:5])}: changed since {self.copy} was made; `--anew` records it all anew"
+            )
         for path in sorted(p for p in self.root.glob("test*/**/*") if p.is_file() and "__pycache__" not in p.parts):
             target = self.copy / path.relative_to(self.root)
             if not (target.exists() and filecmp.cmp(path, target, shallow=False)):
