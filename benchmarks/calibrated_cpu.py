@@ -1,15 +1,18 @@
 """Training steps of whole models on this machine's CPU: modelled after ``mindspeed-fx calibrate``, and measured.
 
     python -m benchmarks.calibrated_cpu [--rounds 7] [--models llama,...] [--seqs 512,2048] [--dtypes float32,bfloat16]
+        [--table NAME] [--measured FILE]
 
 Twelve models of Hugging Face, two layers, hidden 512, vocabulary 8192, 1024 tokens of 512 or one sequence of 2048;
 forward and backward with the loss alone, compiled with the backend. The calibration knows none of them. The machine has
-to be quiet.
+to be quiet. ``--measured`` takes the measured seconds from what an earlier run printed, and models every step anew.
 """
 
 from __future__ import annotations
 
 import logging
+import pathlib
+import re
 import statistics
 import time
 import warnings
@@ -41,19 +44,23 @@ def build(name: str, dtype: torch.dtype) -> torch.nn.Module:
     return model
 
 
-def measure(name: str, seq: int, dtype: torch.dtype, rounds: int, table: str) -> tuple[float, float]:
-    """(modelled, measured) seconds of one step."""
+def measure(
+    name: str, seq: int, dtype: torch.dtype, rounds: int, table: str, before: float | None = None
+) -> tuple[float, float]:
+    """(modelled, measured) seconds of one step; ``before``: measured already."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     model = build(name, dtype)
     ids = torch.randint(0, VOCAB, (max(1, 1024 // seq), seq))
-    with recorder.collecting() as graphs:
+    with recorder.collecting() if before is None else recorder.modelling() as graphs:
         compiled = torch.compile(Loss(model), backend="mindspeed")
         step = common.training_step(
             model, compiled, dict(input_ids=ids, labels=ids, use_cache=False), lambda loss: loss
         )
         step()
     modelled = sum(estimated(g, stage, table).seconds for g in graphs for stage in ("forward", "backward"))
+    if before is not None:
+        return modelled, before
     wait_until_quiet()
     times = []
     for _ in range(rounds + 1):
@@ -63,9 +70,23 @@ def measure(name: str, seq: int, dtype: torch.dtype, rounds: int, table: str) ->
     return modelled, statistics.median(times[1:])
 
 
+def measured_before(file: str) -> dict[tuple[str, str, int], float]:
+    """(model, dtype, sequence) -> seconds, of the lines that this script printed."""
+    line = re.compile(r"^(\S+)\s+(\S+)\s+(\d+) modelled .*measured\s+([\d.]+) ms", re.MULTILINE)
+    rows = line.findall(pathlib.Path(file).read_text())
+    return {(name, dtype, int(seq)): float(ms) / 1e3 for name, dtype, seq, ms in rows}
+
+
 def main() -> None:
     args = common.arguments(
-        rounds=7, models=MODELS, seqs="512,2048", dtypes="float32,bfloat16", seconds=60.0, table="", accept_noise=0
+        rounds=7,
+        models=MODELS,
+        seqs="512,2048",
+        dtypes="float32,bfloat16",
+        seconds=60.0,
+        table="",
+        accept_noise=0,
+        measured="",
     )
     if args.table:  # one that was made before
         table = hardware(args.table).name
@@ -75,12 +96,13 @@ def main() -> None:
         assert result is not None
         print(page.text(result))
         table = result.table.name
-    errors = []
+    errors, before = [], measured_before(args.measured) if args.measured else {}
     common.header("modelled and measured steps")
     for dtype in args.dtypes.split(","):
         for seq in map(int, args.seqs.split(",")):
             for name in args.models.split(","):
-                modelled, measured = measure(name, seq, getattr(torch, dtype), args.rounds, table)
+                known = before.get((name, dtype, seq))
+                modelled, measured = measure(name, seq, getattr(torch, dtype), args.rounds, table, known)
                 errors.append(modelled / measured - 1)
                 print(
                     f"{name:<12}{dtype:<10}{seq:>6} modelled {modelled * 1e3:>9.1f} ms, measured "

@@ -66,7 +66,8 @@ def mindspeed(
         raise OptionError(
             f'mode={mode!r} is not supported by the mindspeed backend; give options={{"inductor": {{...}}}} instead'
         )
-    return Compilation(Options.parse(options).resolve(device_of(example_inputs))).compile(gm, example_inputs)
+    resolved = Options.parse(options).resolve(device_of(example_inputs))
+    return Compilation(resolved, is_meta=_on_meta(example_inputs)).compile(gm, example_inputs)
 
 
 def device_of(example_inputs: Sequence[Any]) -> str:
@@ -76,11 +77,19 @@ def device_of(example_inputs: Sequence[Any]) -> str:
     return "npu" if device == "privateuseone" else device
 
 
+def _on_meta(example_inputs: Sequence[Any]) -> bool:
+    """True where no tensor has a value: a step that is only modelled."""
+    return {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)} == {"meta"}
+
+
 class Compilation:
     """One Dynamo graph on its way; holds what the hooks share."""
 
-    def __init__(self, options: Options):
+    def __init__(self, options: Options, is_meta: bool = False):
         self.options = options
+        self.generates = options.codegen == "inductor" and not is_meta
+        """False on the meta device too: Inductor replaces such a graph by its empty outputs before it calls the passes.
+        The graph runs as it is then, and is modelled as generated code."""
         self.averaged: list = []
         self.steps: optimizer_in_backward.Steps | gradient_ready.Announcements | None = None
         self.gathers = param_gather.Gathers(())
@@ -95,6 +104,7 @@ class Compilation:
             + ["gradients are averaged over ranks"] * bool(options.data_parallel)
         )
         why += ["parameters step in the backward"] * bool(options.optimizer)
+        why += ["nothing is generated for the meta device"] * is_meta
         self.caches = not why
         hardware = options.hardware or f"none: {detect(options.target)[1]}"
         effective = {
@@ -150,9 +160,9 @@ class Compilation:
             table = npu.decompositions()
         if self.options.codegen == "npugraph_ex" and (why := npu.problem()):
             raise OptionError(f'option "codegen" is "npugraph_ex": {why}')
-        inductor, name = self.options.codegen == "inductor", identity(self.options) + self.gathers.identity
+        name = identity(self.options) + self.gathers.identity
         # A plan's local program is traced from the captured graph, so that capture can't wait for Inductor's hook.
-        captured_by_hook = _Captured(self, gm, name) if inductor and not plan else None
+        captured_by_hook = _Captured(self, gm, name) if self.generates and not plan else None
         if captured_by_hook is None:
             self.capture(gm)
         with sharding.tracing(plan):
@@ -162,11 +172,10 @@ class Compilation:
         self, gm: fx.GraphModule, inputs: Sequence[Any], plan: Any, captured_by_hook: Any, name: str, table: Any
     ) -> Callable:
         """From the captured graph on; of a parallelized model the local program is traced here."""
-        inductor = self.options.codegen == "inductor"
         gm, inputs, wrap = sharding.localize(gm, inputs, plan)
         recorder.note_inputs(self.record, inputs)
         wrap = self.steps.wrap if self.steps is not None else wrap
-        if not inductor:
+        if not self.generates:
             how = {"decompositions": table, "keep_writes": keeps_writes(gm)}
             inner, partition = self.run_eagerly, self.partitioner()
             return wrap(inductor_compat.compile_without_codegen(gm, inputs, inner=inner, partition=partition, **how))

@@ -286,3 +286,13 @@ def test_version_and_lazy_names():
     assert mindspeed_fx.__version__ and mindspeed_fx.passes.registered()
     with pytest.raises(AttributeError, match="no attribute 'pases'"):
         _ = mindspeed_fx.pases
+
+
+def test_a_step_on_the_meta_device_is_modelled_as_generated_code():
+    with torch.device("meta"):
+        model = Llama()
+    args = [t.to("meta") for t in tokens()]
+    report = mindspeed_fx.explain(model, *args, options={"codegen": "inductor", "hardware": "cpu"})
+    # generated code on cpu keeps sums apart from their norms
+    assert fusion_counts(report) == {k: v for k, v in LLAMA_COUNTS.items() if k != "fusion.add_rms_norm"}
+    assert report.effective_options["caches"] == "off: explain is collecting, nothing is generated for the meta device"

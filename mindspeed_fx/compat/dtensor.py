@@ -136,6 +136,11 @@ def _even(spec: Any, placement: Even | None) -> bool:
     return is_even(spec.shape, placement, parts)
 
 
+def local_part(x: torch.Tensor) -> torch.Tensor:
+    """The tensor itself that ``x`` holds of this rank; ``to_local()`` of a parameter is another since torch 2.13."""
+    return x._local_tensor if isinstance(x, DTensor) else x
+
+
 def local_numel(x: DTensor) -> int:
     """Elements of this rank's part; asked of ``to_local()``, a trace would have a node for it."""
     local = x._local_tensor

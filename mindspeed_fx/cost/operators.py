@@ -92,6 +92,8 @@ class Cost:
     """Of the matrix work, where its rate is a matter of it: "product", "attention", "attention_backward"."""
     shape: tuple = ()
     """See :meth:`Hardware.matrix_rate`."""
+    in_turn: bool = False
+    """Products and other work take turns: chunks whose products are made before anything reads them."""
 
     @property
     def bytes(self) -> Size:
@@ -109,8 +111,9 @@ class Cost:
     def seconds(self, hw: Hardware) -> Any:
         """Modelled time on one device; a sympy expression where sizes are symbols."""
         terms = self.terms(hw)
-        work = [terms[k] for k in ("matrix", "vector", "memory")]
-        return terms["launch"] + (sympy.Max(*work) if any(isinstance(w, sympy.Basic) for w in work) else max(work))
+        first = terms["launch"] + (terms["matrix"] if self.in_turn else 0)
+        work = [terms[k] for k in ("vector", "memory")] + ([] if self.in_turn else [terms["matrix"]])
+        return first + (sympy.Max(*work) if any(isinstance(w, sympy.Basic) for w in work) else max(work))
 
     def bound(self, hw: Hardware) -> str:
         """The term that takes longest; "" where sizes are symbols or there is nothing to do."""
@@ -170,8 +173,13 @@ def product(out: Any, inner: Size, *inputs: Any, vector: Size = 0) -> Cost:
     """A matrix product: ``out`` elements, each a sum over ``inner``."""
     cost = once(out, *inputs, flops=2 * out.numel * inner, vector=vector, dtype=tensors(*inputs)[0].dtype)
     columns = out.shape[-1] if out.shape else 1
-    shape = (out.numel / columns, columns, inner) if all(n != 0 for n in (columns, out.numel, inner)) else ()
-    return dataclasses.replace(cost, kind="product", shape=shape)
+    return as_product(cost, out.numel / columns if columns != 0 else 0, columns, inner)
+
+
+def as_product(cost: Cost, rows: Size, columns: Size, inner: Size, in_turn: bool = False) -> Cost:
+    """The same work at the rate of products [rows, inner] x [inner, columns]."""
+    shape = (rows, columns, inner) if all(n != 0 for n in (rows, columns, inner)) else ()
+    return dataclasses.replace(cost, kind="product", shape=shape, in_turn=in_turn)
 
 
 def visible_scores(queries: Size, keys: Size, causal: bool, window: Size = 0) -> Size:

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED, Even
 from mindspeed_fx.cost.operators import SPECIAL, once
-from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
+from mindspeed_fx.kernels.base import accumulation_dtype, operator
 from mindspeed_fx.kernels.gated_delta_rule_chunks import SPAN, Block, block_gradients, head_blocks, spans
+from mindspeed_fx.kernels.recurrence import check_shapes, register_gradient
 
 CHUNK = 64
 """Tokens of a chunk where the caller names none, as the models have it."""
@@ -166,34 +167,13 @@ def _check(q, k, v, g, beta, state, chunk):
         "beta": (beta, v.shape[:3]),
         "state": (state, (q.shape[0], heads, q.shape[3], v.shape[3])),
     }
-    for name, (x, shape) in wanted.items():
-        torch._check_value(
-            x is None or tuple(x.shape) == tuple(shape),
-            lambda: f"gated_delta_rule: {name} is {list(x.shape)}; valid: {list(shape)}",  # noqa: B023
-        )
+    check_shapes("gated_delta_rule", wanted)
 
 
 # --------------------------------------------------------------------------- gradient, placements, cost
 
 
-def _setup(ctx, inputs, output):
-    *tensors, ctx.scale, ctx.norm_eps, ctx.chunk = inputs
-    ctx.save_for_backward(output[2], *tensors)
-    ctx.mark_non_differentiable(output[2])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, grad, grad_state, _grad_starts):
-    if grad is None and grad_state is None:
-        return (None,) * 9
-    starts, *tensors = ctx.saved_tensors
-    grad = torch.zeros_like(tensors[2]) if grad is None else grad
-    settings = ctx.scale, ctx.norm_eps, ctx.chunk
-    grads = torch.ops.mindspeed.gated_delta_rule_backward(grad, grad_state, starts, *tensors, *settings)
-    return *(x if need else None for x, need in zip(grads, ctx.needs_input_grad)), None, None, None
-
-
-torch.library.register_autograd("mindspeed::gated_delta_rule", _backward, setup_context=_setup, lib=LIBRARY)
+register_gradient("gated_delta_rule", 6)
 
 
 def _strategies(q, v):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
-from mindspeed_fx.cost.operators import SOFTMAX, Cost, once, size
+from mindspeed_fx.cost.operators import SOFTMAX, Cost, as_product, once, size
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
 from mindspeed_fx.kernels.linear_cross_entropy_chunks import parts, run_in_chunks
 from mindspeed_fx.kernels.linear_cross_entropy_work import CHUNK
@@ -272,7 +272,7 @@ def _work(out, hidden, weight, needed, *others, is_backward=False) -> Cost:
     write = size(out) + logits * (2 if products else 1) + to_weight * weight.numel * item * (chunks - 1)
     product = 2 * tokens * width * vocab
     flops = (1 + products) * product
-    return Cost(
+    work = Cost(
         flops,
         flops,
         (SOFTMAX + 3 * products) * tokens * vocab,
@@ -283,6 +283,7 @@ def _work(out, hidden, weight, needed, *others, is_backward=False) -> Cost:
         3 * chunks,
         again=product if is_backward else 0,
     )
+    return as_product(work, tokens / chunks if chunks != 0 else 0, width, vocab, in_turn=True)
 
 
 @linear_cross_entropy_total.costs

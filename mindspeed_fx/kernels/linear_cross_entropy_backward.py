@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
-from mindspeed_fx.cost.operators import SOFTMAX, Cost, size
+from mindspeed_fx.cost.operators import SOFTMAX, Cost, as_product, size
 from mindspeed_fx.kernels.base import accumulation_dtype, operator
 from mindspeed_fx.kernels.cpu import narrow_product
 from mindspeed_fx.kernels.linear_cross_entropy_chunks import add_product, times_weight
@@ -145,8 +145,9 @@ def _cost(out, grad, logits, target, lse, extra, hidden, weight, ignore_index, l
     flops = 2 * products * tokens * width * vocab
     again = weight.bytes * (blocks - 1)
     read = size(grad, logits, target, lse, extra, hidden, weight) + again * products
-    tiles = blocks * (-(-vocab * item * ROWS // TILE))
-    return Cost(
+    rows = min(tokens, ROWS) if isinstance(tokens, int) else ROWS
+    tiles = blocks * (-(-vocab * item * rows // TILE))
+    work = Cost(
         flops,
         flops,
         SOFTMAX * tokens * vocab,
@@ -157,3 +158,4 @@ def _cost(out, grad, logits, target, lse, extra, hidden, weight, ignore_index, l
         products * tiles,
         once=blocks == 1,
     )
+    return as_product(work, rows, width, TILE / (item * max(1, rows)), in_turn=True)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.cost.operators import SPECIAL, once
-from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
+from mindspeed_fx.kernels.base import accumulation_dtype, operator
+from mindspeed_fx.kernels.recurrence import check_shapes, register_gradient
 
 CHUNK = 32
 """Tokens that are computed together: two values for each element of the state and token; half the size of u in states
@@ -242,33 +243,13 @@ def _check(u, dt, A, B, C, D, z, bias, state):
         "bias": (bias, (channels,)),
         "state": (state, (batch, channels, n)),
     }
-    for name, (y, shape) in wanted.items():
-        torch._check_value(
-            y is None or tuple(y.shape) == shape,
-            lambda: f"selective_scan: {name} is {list(y.shape)}; valid: {list(shape)}",  # noqa: B023
-        )
+    check_shapes("selective_scan", wanted)
 
 
 # --------------------------------------------------------------------------- gradient, placements, cost
 
 
-def _setup(ctx, inputs, output):
-    *tensors, ctx.softplus = inputs
-    ctx.save_for_backward(output[2], *tensors)
-    ctx.mark_non_differentiable(output[2])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, grad, grad_state, _grad_starts):
-    if grad is None and grad_state is None:
-        return (None,) * 10
-    starts, *tensors = ctx.saved_tensors
-    grad = starts.new_zeros(tensors[0].shape) if grad is None else grad
-    grads = torch.ops.mindspeed.selective_scan_backward(grad, grad_state, starts, *tensors, ctx.softplus)
-    return *(x if need else None for x, need in zip(grads, ctx.needs_input_grad)), None
-
-
-torch.library.register_autograd("mindspeed::selective_scan", _backward, setup_context=_setup, lib=LIBRARY)
+register_gradient("selective_scan", 9)
 
 
 def _strategies(D):

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED, Even
 from mindspeed_fx.cost.operators import SPECIAL, once
-from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
+from mindspeed_fx.kernels.base import accumulation_dtype, operator
+from mindspeed_fx.kernels.recurrence import check_shapes, register_gradient
 from mindspeed_fx.kernels.ssd_chunks import SPAN, Chunk, chunk_slices, head_blocks
 
 CHUNK = 64
@@ -169,33 +170,13 @@ def _check(x, dt, A, B, C, D, state, chunk):
         "D": (D, (heads,)),
         "state": (state, (batch, heads, p, n)),
     }
-    for name, (y, shape) in wanted.items():
-        torch._check_value(
-            y is None or tuple(y.shape) == shape,
-            lambda: f"ssd: {name} is {list(y.shape)}; valid: {list(shape)}",  # noqa: B023
-        )
+    check_shapes("ssd", wanted)
 
 
 # --------------------------------------------------------------------------- gradient, placements, cost
 
 
-def _setup(ctx, inputs, output):
-    *tensors, ctx.chunk = inputs
-    ctx.save_for_backward(output[2], *tensors)
-    ctx.mark_non_differentiable(output[2])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, grad, grad_state, _grad_starts):
-    if grad is None and grad_state is None:
-        return (None,) * 8
-    starts, *tensors = ctx.saved_tensors
-    grad = starts.new_zeros(tensors[0].shape) if grad is None else grad
-    grads = torch.ops.mindspeed.ssd_backward(grad, grad_state, starts, *tensors, ctx.chunk)
-    return *(x if need else None for x, need in zip(grads, ctx.needs_input_grad)), None
-
-
-torch.library.register_autograd("mindspeed::ssd", _backward, setup_context=_setup, lib=LIBRARY)
+register_gradient("ssd", 7)
 
 
 def _strategies(x, B, D):

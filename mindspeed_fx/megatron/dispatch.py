@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_fx.megatron import adaptive_memory, collectives, experts, groups, zero_memory
+from mindspeed_fx.megatron import adaptive_memory, collectives, deepspeed_moe, experts, groups, zero_memory
 
 
 def is_needed(layer: Any) -> bool:
@@ -51,10 +51,13 @@ def routed(layer: Any, tokens: Tensor, routing_map: Tensor, probs: Tensor, dropl
     return torch.zeros_like(tokens).index_add(0, places, back)
 
 
-def capacity(routing_map: Tensor, config: Any) -> int | None:
-    """Rows of every expert where they are padded to its capacity; else None."""
+def capacity(layer: Any, routing_map: Tensor) -> int | None:
+    """Rows of every expert of a layer where they are padded to its capacity; else None."""
     from megatron.core.transformer.moe.moe_utils import get_capacity
 
+    if deepspeed_moe.is_layer_ours(layer):
+        return layer.deepspeed_gate.rows(*routing_map.shape)
+    config = layer.config
     if not config.moe_pad_expert_input_to_capacity:
         return None
     tokens, experts = routing_map.shape
@@ -148,7 +151,7 @@ def _exchange_counts(layer: Any, routing_map: Tensor) -> tuple[Tensor, list[int]
     """
     dispatcher, here = layer.token_dispatcher, _local_experts(layer)
     ranks, parts = dispatcher.tp_ep_group.size(), groups.size(dispatcher.tp_group)
-    padded = capacity(routing_map, layer.config)
+    padded = capacity(layer, routing_map)
     if padded is not None:
         number = here.stop - here.start
         coming = torch.full((ranks, number), padded, device=routing_map.device)

@@ -18,6 +18,7 @@ from mindspeed_fx.megatron import (
     alibi,
     biases,
     capacity,
+    deepspeed_moe,
     patches,
     rope_scaling,
     shortcut,
@@ -74,6 +75,8 @@ def add_parts(model: Any, args: Namespace) -> None:
         rope_scaling.set_frequencies(model, args)
     if getattr(args, "capacity_over_sequence", False):
         capacity.count_over_sequence(model)
+    if getattr(args, "moe_model_type", None) == deepspeed_moe.NAME:
+        deepspeed_moe.set_gates(model, args)
     if getattr(args, "biased_softmax", False):
         zero_experts.add_zero_experts(model, args)
     if getattr(args, "enable_mla_scale_q_lora", False) or getattr(args, "enable_mla_scale_kv_lora", False):

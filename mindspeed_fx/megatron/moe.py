@@ -27,7 +27,6 @@ from mindspeed_fx.megatron import (
 )
 
 LAYER = "transformer.moe.moe_layer:MoELayer.forward"
-SINKHORN = "transformer.moe.moe_utils:sinkhorn"
 DISPATCHER = "transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
 
 
@@ -117,7 +116,7 @@ def _dropless(self: Any, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> 
 
 def _with_capacity(self: Any, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> Tensor:
     """A token has top-k experts at most: how many is known when the program runs."""
-    capacity = dispatch.capacity(routing_map, self.config)
+    capacity = dispatch.capacity(self, routing_map)
     if capacity is not None:
         rows = capacity * routing_map.shape[1]
     elif torch.compiler.is_compiling():  # the grouped product leaves rows behind the last expert's alone
@@ -164,17 +163,6 @@ def to_host(self: Any, point: str, tokens_per_expert: Tensor | None = None) -> T
             if isinstance(getattr(self, name), Tensor):
                 setattr(self, name, getattr(self, name).tolist())
     return tokens_per_expert
-
-
-@torch.library.custom_op("mindspeed::sinkhorn", mutates_args=())
-def sinkhorn(cost: Tensor, tol: float = 0.0001) -> Tensor:
-    """Megatron's ``sinkhorn`` of router logits [tokens, experts], which ends when it has converged: no gradient."""
-    return patches.original(SINKHORN)(cost, tol)
-
-
-@sinkhorn.register_fake
-def _(cost: Tensor, tol: float = 0.0001) -> Tensor:
-    return torch.empty_like(cost)
 
 
 def apply_input_jitter(self: Any, input: Tensor) -> Tensor:

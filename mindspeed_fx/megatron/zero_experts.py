@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mindspeed_fx.megatron import zero_memory
+from mindspeed_fx.megatron import deepspeed_moe, zero_memory
 
 
 def count_of(layer: Any) -> int:
@@ -26,7 +26,7 @@ def count_of(layer: Any) -> int:
 
 def is_layer_ours(layer: Any, *args: Any, **kwargs: Any) -> bool:
     """Whether a layer of experts is computed by our code in eager mode too."""
-    return count_of(layer) > 0 or zero_memory.is_asked(layer)
+    return count_of(layer) > 0 or zero_memory.is_asked(layer) or deepspeed_moe.is_layer_ours(layer)
 
 
 def split(layer: Any, tokens: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor, Tensor]:

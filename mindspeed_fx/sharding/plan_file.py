@@ -29,7 +29,11 @@ def read(path: Any) -> dict[str, Any]:
             text = file.read()
     except UnicodeDecodeError as e:
         raise OptionError(f"{path} is no text ({e}); a plan in YAML or JSON is expected") from None
-    values = json_object(str(path), text, EXAMPLE) if str(path).endswith(".json") else _read_yaml(path, text)
+    values = (
+        json_object(str(path), text, EXAMPLE)
+        if str(path).endswith(".json")
+        else read_yaml(path, text, "see Plan's example")
+    )
     if not isinstance(values, dict):
         raise OptionError(f"{path} holds no plan: a mapping with name, mesh and parameters is expected")
     return values
@@ -40,7 +44,16 @@ def write_yaml(values: dict[str, Any]) -> str:
     return str(_yaml().safe_dump(values, sort_keys=False, default_flow_style=None, width=160))
 
 
-def _read_yaml(path: Any, text: str) -> Any:
+def read_yaml(path: Any, text: str, expected: str) -> Any:
+    """The values of a text in YAML.
+
+    Args:
+        path: where the text is from, for errors.
+        expected: what an error says of the form.
+
+    Raises:
+        OptionError: it is no YAML, or has a name twice.
+    """
     yaml = _yaml()
 
     class Loader(yaml.SafeLoader):
@@ -59,14 +72,14 @@ def _read_yaml(path: Any, text: str) -> Any:
     except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
-        raise OptionError(
-            f"{path}{where} is not YAML ({getattr(e, 'problem', None) or e}); see Plan's example"
-        ) from None
+        raise OptionError(f"{path}{where} is not YAML ({getattr(e, 'problem', None) or e}); {expected}") from None
 
 
 def _yaml() -> Any:
     try:
         import yaml
     except ImportError:
-        raise OptionError("YAML needs the package PyYAML; or give the file a name that ends in .json") from None
+        raise OptionError(
+            "YAML needs the package PyYAML; a plan may be JSON, in a file whose name ends in .json"
+        ) from None
     return yaml

@@ -8,6 +8,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
+from mindspeed_fx.cost.calibrated import with_constants
+from mindspeed_fx.cost.device import Constant
 from mindspeed_fx.cost.hardware import hardware, names
 from mindspeed_fx.cost.operators import SOFTMAX, Cost, attention, spec, visible_scores
 from mindspeed_fx.kernels import REGISTRY
@@ -135,6 +137,35 @@ def test_chunks_of_linear_cross_entropy_read_the_weight_again():
     one, many = (cost(t, h, w, None, t, -100, 0.0, 0.0, 0.0) for h, w, t in (make(512), make(5120)))
     assert one.launches == 3 and many.launches == 30
     assert many.read - 10 * one.read == 0 and many.flops == 10 * one.flops
+
+
+def test_products_of_a_chunk_and_what_reads_them_take_turns():
+    """And run at the rate of their shape, where the device has one (on cpu 2.0 times what the peak says)."""
+    hidden, weight, logits, target, lse = (
+        specs(torch.empty(*s, device="meta", dtype=d))
+        for s, d in (
+            ((1024, 512), torch.float32),
+            ((8192, 512), torch.float32),
+            ((1024, 8192), torch.float32),
+            ((1024,), torch.int64),
+            ((1024,), torch.float32),
+        )
+    )
+    backward = REGISTRY[torch.ops.mindspeed.linear_cross_entropy_backward.default].cost(
+        [hidden, weight], lse, logits, target, lse, None, hidden, weight, -100, 0.0, (True, True, False)
+    )
+    assert backward.matrix == 4 * 1024 * 512 * 8192 and backward.shape == (1024, 512, 2048) and backward.launches == 8
+    hw = with_constants(hardware("cpu"), {"product_ramp": Constant(176.0, "", "a test", "high")})
+    terms = backward.terms(hw)
+    assert terms["matrix"] == pytest.approx(
+        (1 + 176 * (3 / 2048 + 1 / 512)) * backward.matrix / hw.matrix_rate("float32")
+    )
+    assert backward.seconds(hw) == pytest.approx(
+        terms["launch"] + terms["matrix"] + max(terms["vector"], terms["memory"])
+    )
+    nothing = specs(torch.empty(0, 512, device="meta"))
+    tokens = REGISTRY[torch.ops.mindspeed.linear_cross_entropy_tokens.default].cost
+    assert tokens(target, nothing, weight, None, target, -100, 0.0, 0.0, 0.0).matrix == 0
 
 
 def test_time_is_the_longest_term_and_the_launch():

@@ -54,6 +54,7 @@ def _given(attribute: str) -> Asked:
 
 OF_MEGATRON: dict[str, Asked] = {
     "--overlap-grad-reduce": _given("overlap_grad_reduce"),
+    "--overlap-param-gather": _given("overlap_param_gather"),
     "--sequence-parallel": _given("sequence_parallel"),
     "--expert-model-parallel-size": _whole("expert_model_parallel_size", 1),
     "--num-experts": _whole("num_experts", 1),
@@ -74,6 +75,7 @@ OF_MEGATRON: dict[str, Asked] = {
 OF_VALUES: dict[str, Asked] = {
     "--optimizer-selection fused_ema_adamw": _is("optimizer_selection", "fused_ema_adamw"),
     "--ampipe-degree": _whole("ampipe_degree", 1),
+    "--moe-model-type deepspeed_moe": _is("moe_model_type", "deepspeed_moe"),
     "--adaptive-recompute-device-size": _whole("adaptive_recompute_device_size"),
     "--moe-zero-memory": lambda args: get(args, "moe_zero_memory", "disable") != "disable",
     "--moe-zero-memory-num-layers": lambda args: get(args, "moe_zero_memory_num_layers") is not None,
@@ -115,6 +117,26 @@ CONFLICTS: list[Conflict] = [
     *_pairs("--tp-2d", "its linear layers are its own", "--use-nanopipe", "--use-ascend-coc", "--unaligned-linear"),
     *_pairs("--tp-2d", "experts have no second direction", "--expert-model-parallel-size"),
     *_pairs("--tp-2d", "both divide attention and its neighbours", "--ampipe-degree"),
+    *_pairs(
+        "--ampipe-degree",
+        "layers do not run one after the other",
+        "--use-ascend-mc2",
+        "--overlap-grad-reduce",
+        "--overlap-param-gather",
+        "--use-nanopipe",
+    ),
+    *_pairs(
+        "--moe-model-type deepspeed_moe",
+        "it is about the exchanges of Megatron's experts",
+        "--moe-permutation-async-comm",
+        "--moe-bmm-mc2",
+    ),
+    *_pairs(
+        "--moe-model-type deepspeed_moe",
+        "its experts' products and collectives are its own",
+        "--use-ascend-mc2",
+        "--use-ascend-coc",
+    ),
     *_pairs("--unaligned-linear", "experts' layers have even shards", "--num-experts"),
     *_pairs("--use-nd-matmul", "rows of a norm are divided", "--use-fused-rmsnorm", "--normalization LayerNorm"),
     *_pairs("--use-nd-matmul", "weights have another form than those that were saved", "--load"),

@@ -7,20 +7,15 @@ from argparse import Namespace
 from mindspeed_fx.megatron.flags.flag import (
     MEGATRON,
     REFUSED,
-    Flag,
     NotDone,
     count_layers,
     get,
     number,
     setting,
     switch,
-    word,
 )
 
-GIVE_FREQUENCY = "give --moe-layer-freq, a number or a list as in [0]*1+[1]*3"
 PLACEMENT = "remove it: experts stay where Megatron places them, the same values"
-DROPLESS = "remove it: Megatron drops no token unless --moe-expert-capacity-factor is given"
-PIPE = "remove it: overlap.decompose takes experts of a fixed capacity in parts by itself"
 
 
 def shared_size(args: Namespace) -> int:
@@ -112,41 +107,6 @@ FLAGS = [
         act=lambda args: "read by --shared-expert-gate",
         llm=True,
     ),
-    word(
-        "--moe-model-type",
-        "megatron_moe",
-        REFUSED,
-        "deepspeed_moe: experts with a capacity as DeepSpeed has them",
-        "use Megatron's: remove the flag, and give --moe-expert-capacity-factor for a capacity",
-        choices=("deepspeed_moe", "megatron_moe"),
-    ),
-    *(
-        setting(name, "--moe-model-type")
-        for name in (
-            "--enable-token-rearrange-opt",
-            "--moe-no-drop",
-            "--moe-dynamic-padding",
-            "--moe-use-sinkhorn",
-        )
-    ),
-    setting("--moe-train-capacity-factor", "--moe-model-type", 1.0),
-    setting("--noisy-gate-policy", "--moe-model-type", None, str, choices=("Jitter", "RSample", "None")),
-    Flag(
-        "--no-use-rts",
-        REFUSED,
-        "a setting of `--moe-model-type`",
-        "what becomes of `--moe-model-type`; without deepspeed_moe it has no effect",
-        action="store_false",
-        default=True,
-        dest="use_rts",
-        of="--moe-model-type",
-    ),
-    number("--expert-interval", 1, REFUSED, "every how many layers have experts", GIVE_FREQUENCY),
-    switch("--use-pipe-experts", REFUSED, "experts computed in parts beside the all-to-all", PIPE, skip=True),
-    setting("--pipe-experts-multi-data", "--use-pipe-experts", 1),
-    setting("--pipe-experts-multi-stream", "--use-pipe-experts"),
-    number("--ampipe-degree", 1, REFUSED, "attention and experts in parts of the sequence", PIPE, skip=True),
-    setting("--ampipe-tp-sp-comm-overlap", "--ampipe-degree"),
     switch("--balanced-moe-experts", REFUSED, "copies of experts with many tokens", PLACEMENT, skip=True),
     setting("--balanced-moe-hot-expert-num", "--balanced-moe-experts", 3),
     setting("--trans-hot-expert-group-num", "--balanced-moe-experts", 3),

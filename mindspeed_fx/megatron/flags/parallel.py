@@ -5,6 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+from mindspeed_fx.errors import OptionError
+from mindspeed_fx.megatron import fsdp2_config
 from mindspeed_fx.megatron.flags.flag import (
     MEGATRON,
     OPTION,
@@ -53,8 +55,21 @@ def _share_experts(args: Namespace) -> str:
     return f"expert_model_parallel_size = {tp * ep}, expert_tensor_parallel_size = 1"
 
 
+def _fsdp2(args: Namespace) -> str:
+    if not get(args, "use_torch_fsdp2"):
+        raise NotDone("its settings are those of --use-torch-fsdp2; give that too")
+    try:
+        settings = fsdp2_config.read(args.fsdp2_config_path)
+    except OptionError as error:
+        raise NotDone(str(error)) from None
+    if settings.recompute_modules and get(args, "recompute_granularity"):
+        raise NotDone("recompute_modules beside --recompute-granularity: both choose what is recomputed; remove one")
+    if get(args, "torch_fsdp2_reshard_after_forward", True) is False:
+        raise NotDone("its reshard_after_forward decides; remove --torch-fsdp2-no-reshard-after-forward")
+    return f"fully_shard with {settings}"
+
+
 FSDP = "remove it; Megatron's --use-distributed-optimizer and --use-megatron-fsdp divide states and weights"
-FSDP2 = "remove it; Megatron's --use-torch-fsdp2 divides layer by layer, and --use-distributed-optimizer states"
 ONE_DIMENSION = "remove it; --tensor-model-parallel-size with --sequence-parallel divides in one dimension"
 
 FLAGS = [
@@ -109,7 +124,18 @@ FLAGS = [
     switch("--layerzero", REFUSED, "weights gathered layer by layer", FSDP, skip=True),
     setting("--layerzero-config", "--layerzero", None, str),
     switch("--enable-zero3", REFUSED, "weights divided over data-parallel ranks", FSDP, skip=True),
-    word("--fsdp2-config-path", None, REFUSED, "settings of torch's FSDP2", FSDP2),
+    word(
+        fsdp2_config.FLAG,
+        None,
+        OPTION,
+        "a YAML file of settings of torch's FSDP2",
+        "sharding_size, sub_modules_to_wrap, reshard_after_forward, param_dtype, reduce_dtype, output_dtype, "
+        "cast_forward_inputs, offload_to_cpu, pin_memory, num_to_forward_prefetch, ignored_modules and "
+        "recompute_modules go to `fully_shard`; an error for another name or value, without `--use-torch-fsdp2`, and "
+        "recompute_modules beside `--recompute-granularity`",
+        act=_fsdp2,
+        shown_by="test_fsdp2.py::test_settings_reach_fully_shard",
+    ),
     switch(
         "--use-custom-fsdp",
         MEGATRON,

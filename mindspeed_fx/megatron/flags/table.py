@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mindspeed_fx.megatron.flags import (
     communication,
+    deepspeed_moe,
     former_names,
     fusion,
     llm_data,
@@ -32,7 +33,7 @@ SUBJECTS: dict[str, list[Flag]] = {
     "Delta nets (MindSpeed-LLM)": llm_delta.FLAGS,
     "Sparse attention (MindSpeed-LLM)": llm_sparse.FLAGS,
     "Other models (MindSpeed-LLM)": llm_variants.FLAGS,
-    "Experts": moe.FLAGS,  # layers with experts before --noop-layers, which counts them
+    "Experts": moe.FLAGS + deepspeed_moe.FLAGS,  # layers with experts before --noop-layers, which counts them
     "Communication": communication.FLAGS,
     "Routers": router.FLAGS,
     "Tensor, context and data parallelism": parallel.FLAGS + unaligned.FLAGS,

@@ -2,6 +2,8 @@
 what their line holds ("says"), or what their error holds ("error").
 """
 
+from pathlib import Path
+
 MLA = "--multi-latent-attention --qk-head-dim 128 --qk-pos-emb-head-dim 64 --kv-lora-rank 512 --v-head-dim 128"
 YARN = (
     f"{MLA} --rope-scaling-type yarn --rope-scaling-factor 40 --rope-scaling-original-max-position-embeddings 4096 "
@@ -322,7 +324,14 @@ EXPERTS = {
     ],
 }
 
+FSDP2 = f"--use-torch-fsdp2 --fsdp2-config-path {Path(__file__).parents[1] / 'launch' / 'fsdp2.yaml'}"
 PARALLEL = {
+    "--fsdp2-config-path": [
+        (FSDP2, dict(says="param_dtype = bf16, reduce_dtype = fp32")),
+        (FSDP2.removeprefix("--use-torch-fsdp2 "), dict(error="--use-torch-fsdp2; give that too")),
+        ("--use-torch-fsdp2 --fsdp2-config-path none", dict(error="No such file")),
+        (f"{FSDP2} --recompute-granularity full", dict(says="param_dtype")),
+    ],
     "--use-ascend-coc": [
         ("--use-ascend-coc", dict(options={"enable": ["overlap.decompose"]})),
         ("--use-ascend-coc --use-ascend-mc2", dict(error="one of the two")),

@@ -22,15 +22,6 @@ REFUSED = {
     "--swiglu": """
     --fc-type=some
     """,
-    "--moe-expert-capacity-factor": """
-    --moe-model-type=deepspeed_moe
-    """,
-    "--moe-layer-freq": """
-    --expert-interval=3
-    """,
-    "overlap.decompose": """
-    --use-pipe-experts --ampipe-degree=3
-    """,
     "--moe-per-layer-logging": """
     --print-expert-load
     """,
@@ -60,7 +51,7 @@ REFUSED = {
     --tp-2d --use-nd-matmul
     """,
     "--use-distributed-optimizer": """
-    --layerzero --enable-zero3 --fsdp2-config-path=some
+    --layerzero --enable-zero3
     """,
     "--ddp-pad-buckets-for-high-nccl-busbw": """
     --param-and-grad-buffer-pad=2
@@ -142,8 +133,7 @@ SETTINGS = {
     --hc-eps=0.500001 --hc-mult=6 --hc-sinkhorn-iters=22 --use-fused-mhc --use-triton-mhc
     """,
     "--moe-model-type": """
-    --enable-token-rearrange-opt --moe-no-drop --moe-dynamic-padding --moe-use-sinkhorn
-    --moe-train-capacity-factor=1.5 --noisy-gate-policy=Jitter --no-use-rts
+    --moe-no-drop --moe-use-sinkhorn --moe-train-capacity-factor=1.5
     """,
     "--use-pipe-experts": """
     --pipe-experts-multi-data=3 --pipe-experts-multi-stream

@@ -112,7 +112,72 @@ BIASED = [
     (f"{SOFTMAX} --moe-router-enable-expert-bias", dict(moe_router_enable_expert_bias=False)),
     (f"{SOFTMAX} --moe-router-enable-expert-bias --norm-topk-prob", dict(error="remove --norm-topk-prob")),
 ]
-MODEL_EFFECTS = {**UNALIGNED, **SPARSE, **PHI_AND_PLM, **SHORTCUTS}
+DEEPSPEED = "--moe-model-type deepspeed_moe --num-experts 4"
+NO_DEEPSPEED = dict(says="no effect without --moe-model-type deepspeed_moe")
+EVERY_SECOND = dict(moe_layer_freq=[0, 1, 0, 1])
+DECOMPOSED = dict(says="overlap.decompose", options={"enable": ["overlap.decompose"]})
+DROPS = dict(moe_expert_capacity_factor=1.5, moe_pad_expert_input_to_capacity=True, use_legacy_models=False)
+DEEPSPEED_MOE = {
+    "--moe-model-type": [
+        (f"{DEEPSPEED} --use-legacy-models --moe-train-capacity-factor 1.5", DROPS),
+        (f"{DEEPSPEED} --moe-no-drop", dict(moe_expert_capacity_factor=None, moe_token_dispatcher_type="alltoall")),
+        (f"{DEEPSPEED} --moe-router-topk 1 --moe-aux-loss-coeff 0.1", dict(moe_aux_loss_coeff=0.0)),
+        ("--moe-model-type deepspeed_moe", dict(says="no effect without --num-experts")),
+        ("--moe-model-type megatron_moe", dict(says="Megatron's experts")),
+        (f"{DEEPSPEED} --moe-router-topk 3", dict(error="--moe-router-topk is 3")),
+        (f"{DEEPSPEED} --moe-train-capacity-factor 0.0", dict(error="--moe-train-capacity-factor is 0.0")),
+        (f"{DEEPSPEED} --moe-expert-capacity-factor 1.5", dict(error="remove --moe-expert-capacity-factor")),
+        (f"{DEEPSPEED} --n-shared-experts 1", dict(error="remove --moe-shared-expert-intermediate-size")),
+        (f"{DEEPSPEED} --moe-ffn-hidden-size 96", dict(error="remove --moe-ffn-hidden-size")),
+        (f"{DEEPSPEED} {PRE} sinkhorn", dict(error="remove --moe-router-load-balancing-type")),
+        (f"{DEEPSPEED} --moe-router-score-function sigmoid", dict(error="remove --moe-router-score-function")),
+        (f"{DEEPSPEED} --tensor-model-parallel-size 2", dict(error="needs --sequence-parallel")),
+        (f"{DEEPSPEED} --moe-dynamic-padding", dict(error="--moe-dynamic-padding is about --moe-no-drop")),
+        (f"{DEEPSPEED} --moe-no-drop --pipeline-model-parallel-size 2", dict(error="--moe-no-drop beside --pipeline")),
+        (f"{DEEPSPEED} --moe-permutation-async-comm", dict(error="beside --moe-permutation-async-comm")),
+        (f"{DEEPSPEED} --use-ascend-coc", dict(error="beside --use-ascend-coc")),
+    ],
+    "--enable-token-rearrange-opt": [
+        (f"--enable-token-rearrange-opt {DEEPSPEED}", dict(says="indexed in any case")),
+        ("--enable-token-rearrange-opt", NO_DEEPSPEED),
+    ],
+    "--moe-dynamic-padding": [
+        (f"--moe-dynamic-padding --moe-no-drop {DEEPSPEED}", dict(says="no padding")),
+        ("--moe-dynamic-padding", NO_DEEPSPEED),
+    ],
+    "--noisy-gate-policy": [
+        (f"--noisy-gate-policy RSample {DEEPSPEED} --moe-router-topk 1", dict(says="Gumbel noise")),
+        (f"--noisy-gate-policy RSample {DEEPSPEED}", dict(says="read with one expert")),
+        (f"--noisy-gate-policy Jitter {DEEPSPEED}", dict(says="tokens times 1 +- 0.01")),
+        (f"--noisy-gate-policy None {DEEPSPEED}", dict(says="no noise")),
+        ("--noisy-gate-policy Jitter", NO_DEEPSPEED),
+    ],
+    "--no-use-rts": [(f"--no-use-rts {DEEPSPEED}", dict(use_rts=False))],
+    "--expert-interval": [
+        (f"--expert-interval 2 {DEEPSPEED}", EVERY_SECOND),
+        (f"--expert-interval 1 {DEEPSPEED}", dict(moe_layer_freq=1)),
+        (f"--expert-interval 5 {DEEPSPEED}", dict(error="5 is no number from 1 to --num-layers 4")),
+        (f"--expert-interval 2 {DEEPSPEED} --moe-layer-freq 2", dict(error="remove one of the two")),
+        ("--expert-interval 3", NO_DEEPSPEED),
+    ],
+    "--use-pipe-experts": [
+        (f"--use-pipe-experts {DEEPSPEED}", DECOMPOSED),
+        (f"--use-pipe-experts {DEEPSPEED} --moe-no-drop", dict(says="one exchange", options={})),
+        (f"--use-pipe-experts --pipe-experts-multi-data 0 {DEEPSPEED}", dict(error="--pipe-experts-multi-data is 0")),
+        (f"--use-pipe-experts --pipe-experts-multi-stream {DEEPSPEED}", dict(error="--sequence-parallel in MindSpeed")),
+        ("--use-pipe-experts", NO_DEEPSPEED),
+    ],
+    "--ampipe-degree": [
+        (f"--ampipe-degree 4 {DEEPSPEED}", dict(says="each of 4 parts")),
+        ("--ampipe-degree 1", dict(says="one part")),
+        ("--ampipe-degree 2", dict(error="give --moe-model-type deepspeed_moe")),
+        (f"--ampipe-degree 0 {DEEPSPEED}", dict(error="0 is no number of parts")),
+        (f"--ampipe-degree 3 {DEEPSPEED}", dict(error="--seq-length 32 is not divided by 3 parts")),
+        (f"--ampipe-degree 4 {DEEPSPEED} --context-parallel-size 2", dict(error="--ampipe-degree 2")),
+    ],
+}
+
+MODEL_EFFECTS = {**UNALIGNED, **SPARSE, **PHI_AND_PLM, **SHORTCUTS, **DEEPSPEED_MOE}
 """Flag -> its runs."""
 MORE_RUNS = {
     "--spec mindspeed_llm": [*SPECS["--spec mindspeed_llm"], *SPECS_OF_LONGCAT],

@@ -13,6 +13,7 @@ from pathlib import Path
 from mindspeed_fx.megatron import flags
 from mindspeed_fx.megatron.flags.account import account
 from tests.megatron.flags.words import parse
+from tests.megatron.launch import shrink
 
 LAUNCH = Path(__file__).parents[1] / "launch"
 SCRIPTS: dict[str, dict] = {
@@ -34,8 +35,11 @@ was run.
 
 
 def words(name: str) -> list[str]:
-    """The arguments of a script."""
-    return SCRIPTS[name]["args"]
+    """The arguments of a script, with a file where paths were left out."""
+    args = [*SCRIPTS[name]["args"]]
+    if shrink.FSDP2 in args:
+        args[args.index(shrink.FSDP2) + 1] = str(shrink.SETTINGS[""])
+    return args
 
 
 def refused(name: str) -> dict[str, bool]:

@@ -20,6 +20,9 @@ RUNS = {
 """A run of each flag that has settings."""
 RUNS |= {
     "--profile": "--profile",
+    "--moe-model-type": "--moe-model-type=deepspeed_moe --num-experts=4",
+    "--use-pipe-experts": "--use-pipe-experts --sequence-parallel",
+    "--ampipe-degree": "--ampipe-degree=2 --moe-model-type=deepspeed_moe --num-experts=4",
     "--disable-gloo-group": "--disable-gloo-group",
     "--full-attention-interval": "--full-attention-interval=2 --swiglu",
     "--enable-dsa-indexer": f"--enable-dsa-indexer {SPARSE_MODEL}",

@@ -20,6 +20,9 @@ DROP = frozenset(
     --initial-loss-scale""".split()
 )
 """Flags of a run's data, length and checkpoints, which have tests of their own."""
+FSDP2 = "--fsdp2-config-path"
+SETTINGS = {"": HERE / "fsdp2.yaml", "fp32": HERE / "fsdp2_fp32.yaml"}
+"""Of torch's FSDP2, whose file the scripts leave out, by type."""
 
 
 @dataclass
@@ -109,6 +112,7 @@ def shrink(script: Script, dtype: str = "") -> tuple[list[str], int]:
     _run(args, mesh)
     for flag in DROP:
         args.pop(flag, None)
+    args.replace(FSDP2, SETTINGS[dtype])
     args.put("--mock-data")
     args.put("--vocab-size", 255)
     if dtype == "fp32":

@@ -138,7 +138,7 @@ def measure(script: shrink.Script, *, runs: bool = True) -> Row:
     if row.refused or not runs:
         return row
     args = with_skips(args, row.skipped)
-    eager = runner.run(args, world, entry=entry_of(script), environ=EAGER, seconds=SECONDS)
+    eager = runner.run(args, world, entry=entry_of(script), environ=EAGER | environ_of(args), seconds=SECONDS)
     if eager.error is not None:
         row.error = _last_line(eager.error, "eager")
         if row.error.startswith("eager: ValueError: --"):  # ours, when the model is built: it names a flag
@@ -153,9 +153,14 @@ def entry_of(script: shrink.Script) -> str:
     return ENTRIES[0] if script.entry in ENTRIES else script.entry
 
 
+def environ_of(args: list[str]) -> dict[str, str]:
+    """What a script's environment has beside what every run is given."""
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "8"} if "--use-torch-fsdp2" in args else {}  # Megatron refuses 1 there
+
+
 def compare(row: Row, args: list[str], entry: str = ENTRIES[0]) -> Row:
     """Run compiled, and fill ``row`` with what that gives beside its eager values."""
-    compiled = runner.run(args, row.world, entry=entry, environ=COMPILED, seconds=SECONDS)
+    compiled = runner.run(args, row.world, entry=entry, environ=COMPILED | environ_of(args), seconds=SECONDS)
     row.graphs, row.chunks = compiled.graphs, compiled.chunks
     row.is_recomputed_early = bool({"--recompute-in-advance", "--recompute-in-bubble"} & {*args})
     row.has_variable_lengths = "--variable-seq-lengths" in args and entry not in ENTRIES
@@ -173,7 +178,7 @@ def measure_narrow(row: Row, script: shrink.Script) -> Row:
         args += ["--initial-loss-scale", str(LOSS_SCALE)]
     row.narrow, row.narrow_error, runs = [], "", []
     for which, environ in (("eager", EAGER), ("compiled", COMPILED)):
-        run = runner.run(with_skips(args, row.skipped), world, environ=environ, seconds=SECONDS)
+        run = runner.run(with_skips(args, row.skipped), world, environ=environ | environ_of(args), seconds=SECONDS)
         if run.error is not None:
             row.narrow_error = _last_line(run.error, which)
             return row
