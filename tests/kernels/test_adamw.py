@@ -22,6 +22,16 @@ def test_steps_are_torchs():
     assert torch.equal(copy, weight.bfloat16())
 
 
+def test_a_gradient_of_16_bits_is_read_in_the_weights_type():
+    weight, grad = torch.randn(100), torch.randn(100).bfloat16()
+    results = []
+    for g in (grad, grad.float()):
+        w, m, v = weight.clone(), torch.zeros(100), torch.zeros(100)
+        adamw_(w, g, m, v, step=1, lr=0.1, grad_scale=1 / 3)
+        results.append((w, m, v))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
 def test_what_is_refused():
     x = torch.zeros(8)
     with pytest.raises(ValueError, match=r"grad is \[4\] with strides \[1\]; valid: \[8\], contiguous"):

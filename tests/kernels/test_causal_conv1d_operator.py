@@ -71,3 +71,16 @@ def test_computes_in_float32():
 def test_what_does_not_fit_is_refused(weight, bias, message):
     with pytest.raises(ValueError, match=message):
         ops.causal_conv1d(torch.rand(1, 5, 7), torch.rand(weight), bias if bias is None else torch.rand(bias), True)
+
+
+@pytest.mark.parametrize("silu", [False, True])
+def test_cost_is_a_product_and_a_sum_for_each_weight(silu):
+    from mindspeed_fx.cost.operators import SPECIAL, spec
+    from mindspeed_fx.kernels.causal_conv1d import causal_conv1d, causal_conv1d_backward
+
+    x, weight, bias = (spec(a.detach()) for a in arguments(2, 6, 4, 9))
+    forward = causal_conv1d.cost(x, x, weight, bias, silu)
+    backward = causal_conv1d_backward.cost((x, weight, bias), x, x, weight, bias, silu)
+    elements = 2 * 6 * 9
+    assert forward.vector == elements * (8 + (SPECIAL if silu else 0))
+    assert backward.vector == elements * (2 * 8 + (8 + SPECIAL + 6 if silu else 0))

@@ -162,3 +162,22 @@ def test_flops_do_not_grow_with_the_square_of_the_sequence():
         return counter.get_total_flops()
 
     assert flops(512) == 2 * flops(256) > 0
+
+
+@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("seq", [24, 41])
+def test_cost_is_what_is_computed(seq, gate):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from mindspeed_fx.kernels import gated_delta_rule as definition
+    from tests.cost.test_cost_operators import UNKNOWN_TO_TORCH
+
+    args = [x if x is None else x.detach() for x in arguments(2, 2, 4, seq, 3, 5, gate)]
+    out, _, starts = ops.gated_delta_rule(*args, 0.5, None, 4)
+    backward = (definition.gated_delta_rule_backward, (out, None, starts, *args))
+    for f, given in ((definition.gated_delta_rule, args), backward):
+        with FlopCounterMode(display=False, custom_mapping=UNKNOWN_TO_TORCH) as inside:
+            f.reference(*given, 0.5, None, 4)
+        with FlopCounterMode(display=False) as told:
+            f.overload(*given, 0.5, None, 4)
+        assert told.get_total_flops() == inside.get_total_flops() > 0

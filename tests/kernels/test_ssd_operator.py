@@ -104,6 +104,14 @@ def test_only_what_is_used_has_a_gradient():
     assert all((g.ne(0).any() if name in ("x", "dt", "A", "B") else g.eq(0).all()) for name, g in grads.items())
 
 
+def test_gradients_have_the_types_of_their_arguments():
+    """Autograd would turn them, a compiled backward does not."""
+    args = [y.detach().bfloat16() for y in arguments(1, 9, 4, 2, 3, 5, True, True)]
+    out, _, starts = ops.ssd(*args, 4)
+    assert [out.dtype, starts.dtype] == [torch.float32] * 2
+    assert {g.dtype for g in ops.ssd_backward(out, None, starts, *args, 4)} == {torch.bfloat16}
+
+
 def test_no_tokens():
     args = arguments(1, 0, 2, 1, 3, 4, True, True)
     out, final, _ = ops.ssd(*args)

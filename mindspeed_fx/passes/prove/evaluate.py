@@ -182,10 +182,19 @@ def _trace(run: Any, tensors: list[torch.Tensor], target: Any) -> fx.GraphModule
     return None
 
 
+def _undefined(out: Any, reason: str) -> Value:
+    """Memory that is to be written: there is nothing to prove of an element that is read before."""
+
+    def element(_: Any) -> Any:
+        raise Unsupported(reason)
+
+    return Value(out.shape, out.dtype, element)
+
+
 def _opaque(node: fx.Node, val: Any, args: Any, kwargs: Any) -> Any:
     """A function of whole tensors: equal where the operator, its numbers and its tensors are."""
     if "empty" in str(node.target):
-        raise Unsupported(f"{node.target} has whatever values")
+        return pytree.tree_map_only(_Sized, lambda out: _undefined(out, f"{node.target} has whatever values"), val)
     leaves = pytree.tree_leaves((args, kwargs))
     tensors = [(v.shape, v.at) for v in leaves if isinstance(v, Value)]
     numbers = [repr(v) for v in leaves if not isinstance(v, Value)]

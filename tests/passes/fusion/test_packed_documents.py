@@ -92,6 +92,36 @@ def test_the_report_says_why_documents_are_masked():
     ]
 
 
+def picked(ids):
+    """The numbers of one row, each read at its place."""
+    d, place = documents(ids)[0], torch.arange(SEQ)
+    return d[place[:, None]] == d[place[None, :]]
+
+
+@pytest.mark.parametrize("same", [same_document, picked])
+def test_what_keeps_documents_apart_is_no_mask_of_values(same, tmp_path):
+    def attend(q, k, v):
+        return (q @ k.mT * 0.5).masked_fill(~(same(IDS[:1]) & causal(SEQ)), float("-inf")).softmax(-1) @ v
+
+    args = [torch.randn(1, 2, SEQ, 8, dtype=torch.double, requires_grad=True) for _ in "qkv"]
+    report = function_agrees(attend, *args, dump=str(tmp_path))
+    assert report.counts[NAME] == 1
+    assert any("mindspeed.varlen_attention" in text for text in report.graphs[0].stages.values())
+
+
+def test_numbers_of_heads_are_not_numbers_of_the_batch():
+    def attend(q, k, v):
+        d = documents(IDS)  # as many rows as there are heads, and as the batch has
+        same = d[:, :, None] == d[:, None, :]  # [heads, seq, seq]
+        return (q @ k.mT * 0.5).masked_fill(~(same & causal(SEQ)), float("-inf")).softmax(-1) @ v
+
+    report = function_agrees(
+        attend, *(torch.randn(2, 2, SEQ, 8, dtype=torch.double, requires_grad=True) for _ in "qkv")
+    )
+    (run,) = (r for r in report.graphs[0].runs if r.report.name == NAME)
+    assert "are not one row, or one for each of the batch (2)" in run.report.notes[0]
+
+
 class Packed(nn.Module):
     def __init__(self):
         super().__init__()

@@ -11,7 +11,7 @@ import mindspeed_fx
 from mindspeed_fx import passes
 from mindspeed_fx.compat import fx_graph
 from mindspeed_fx.options import Options
-from mindspeed_fx.partition.repeats import repeats
+from mindspeed_fx.partition.repeats import is_alone, repeats
 from mindspeed_fx.passes.base import Context
 from mindspeed_fx.passes.lowering import repeated_layers
 from tests import models
@@ -271,3 +271,17 @@ def test_dropout_of_each_layer_is_its_own(dtype):
     torch.testing.assert_close(loss, want, rtol=tolerance, atol=tolerance)
     for one, other in zip(ours, theirs):
         assert (one - other).norm() <= tolerance * other.norm()
+
+
+def test_calls_that_stay_where_they_are():
+    c10d = torch.ops._c10d_functional
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    stays = [
+        graph.call_function(c10d.all_reduce.default, (x, "sum", "0")),
+        graph.call_function(c10d.wait_tensor.default, (x,)),
+        graph.call_function(aten.bernoulli.default, (x,)),
+        graph.call_function(aten.add_.Tensor, (x, 1)),
+    ]
+    moves = [graph.call_function(aten.add.Tensor, (x, 1)), graph.call_function(aten.view.default, (x, [-1]))]
+    assert [is_alone(n) for n in stays + moves] == [True] * 4 + [False] * 2

@@ -40,17 +40,32 @@ def tensors(*shapes):
     return [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
 
 
+def experts(x, p, e):
+    order = e.flatten().argsort(stable=True)
+    y = torch.tanh(x[order // 2]) * p.flatten()[order, None]
+    inverse = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0]))
+    return y[inverse].view(-1, 2, y.shape[1]).sum(1)
+
+
+def convolved(x, w):
+    return F.silu(F.conv1d(x, w, padding=3, groups=6)[..., : x.shape[-1]])
+
+
 CASES = {
     "norm": (normed, dict(zip("xw", tensors((2, 6, 16), (16,))))),
     "rope": (rotated, dict(zip(("x", "cos", "sin"), tensors((2, 6, 16), (6, 16), (6, 16))))),
     "attention": (causal, dict(zip("qkv", tensors(*[(2, 3, 8, 16)] * 3)))),
     "gate": (lambda x, y: F.silu(x) * y, dict(zip("xy", tensors((4, 8), (4, 8))))),
+    "convolution": (convolved, dict(zip("xw", tensors((2, 6, 10), (6, 1, 4))))),
+    "experts": (experts, {**dict(zip("xp", tensors((5, 4), (5, 2)))), "e": torch.tensor([[1, 0]] * 3 + [[2, 1]] * 2)}),
     "loss": (
         lambda x, t: F.cross_entropy(x, t, ignore_index=3),
         {"x": tensors((6, 11))[0], "t": torch.tensor([1, 3, 0, 10, 3, 5])},
     ),
 }
 SITES = {
+    "convolution": "fusion.causal_conv1d",
+    "experts": "fusion.moe_permute",
     "norm": "fusion.rms_norm",
     "rope": "fusion.rope",
     "attention": "fusion.attention",

@@ -13,6 +13,9 @@ from mindspeed_fx.passes.prove.terms import Poly, add, const, infinity, mul, sub
 from mindspeed_fx.passes.prove.terms import scale as scaled
 from mindspeed_fx.passes.prove.values import Indices, Unsupported, Value, at_broadcast
 
+MOST_TAPS = 8
+"""Of a convolution, in one dimension, that is written out tap by tap."""
+
 
 @rule("matmul", "mm", "bmm")
 def matmul(out: Any, x: Value, y: Value) -> Value:
@@ -144,6 +147,8 @@ def _convolution(
                 valid = mul(at_least_zero(place), at_least_zero(sub(const(x.shape[2 + d] - 1), place)))
                 return over(d + 1, (*taps, t), mul(inside, valid), (*places, place))
 
+            if spatial[d] <= MOST_TAPS:  # written out, as shifted products are: a bound then has one index, not two
+                return add(*(tap(const(t)) for t in range(spatial[d])))
             return sum_of(spatial[d], tap)
 
         total = over(0, (), const(1), ())

@@ -55,8 +55,9 @@ def glu_cases(dtype: torch.dtype) -> Iterator[Call]:
 def activation_cases(dtype: torch.dtype) -> Iterator[Call]:
     """Activations, clipped gates, dropout."""
     x, grad = normal(3, 5, 8, dtype=dtype), normal(3, 5, 8, dtype=dtype)
-    yield "activation-quick", ops.activation, (x, "quick_gelu"), "npu_fast_gelu"
-    yield "activation_backward-quick", ops.activation_backward, (grad, x, "quick_gelu"), "npu_fast_gelu_backward"
+    turned = normal(5, 3, 8, dtype=dtype).transpose(0, 1)  # results are stored in order all the same
+    yield "activation-quick", ops.activation, (turned, "quick_gelu"), "npu_fast_gelu"
+    yield "activation_backward-quick", ops.activation_backward, (grad, turned, "quick_gelu"), "npu_fast_gelu_backward"
     yield "activation-squared", ops.activation, (x, "squared_relu"), "aten relu and product"
     yield "activation_backward-squared", ops.activation_backward, (grad, x, "squared_relu"), "aten relu and products"
     packed = normal(3, 5, 16, dtype=dtype)
