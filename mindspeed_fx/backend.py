@@ -67,7 +67,8 @@ def mindspeed(
             f'mode={mode!r} is not supported by the mindspeed backend; give options={{"inductor": {{...}}}} instead'
         )
     resolved = Options.parse(options).resolve(device_of(example_inputs))
-    return Compilation(resolved, is_meta=_on_meta(example_inputs)).compile(gm, example_inputs)
+    types = {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)}
+    return Compilation(resolved, is_meta=types == {"meta"}).compile(gm, example_inputs)
 
 
 def device_of(example_inputs: Sequence[Any]) -> str:
@@ -77,19 +78,13 @@ def device_of(example_inputs: Sequence[Any]) -> str:
     return "npu" if device == "privateuseone" else device
 
 
-def _on_meta(example_inputs: Sequence[Any]) -> bool:
-    """True where no tensor has a value: a step that is only modelled."""
-    return {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)} == {"meta"}
-
-
 class Compilation:
     """One Dynamo graph on its way; holds what the hooks share."""
 
     def __init__(self, options: Options, is_meta: bool = False):
         self.options = options
         self.generates = options.codegen == "inductor" and not is_meta
-        """False on the meta device too: Inductor replaces such a graph by its empty outputs before it calls the passes.
-        The graph runs as it is then, and is modelled as generated code."""
+        """False on the meta device too: before it calls passes, Inductor leaves empty outputs of such a graph alone."""
         self.averaged: list = []
         self.steps: optimizer_in_backward.Steps | gradient_ready.Announcements | None = None
         self.gathers = param_gather.Gathers(())
