@@ -67,8 +67,8 @@ def mindspeed(
             f'mode={mode!r} is not supported by the mindspeed backend; give options={{"inductor": {{...}}}} instead'
         )
     resolved = Options.parse(options).resolve(device_of(example_inputs))
-    types = {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)}
-    return Compilation(resolved, is_meta=types == {"meta"}).compile(gm, example_inputs)
+    is_meta = {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)} == {"meta"}
+    return Compilation(resolved, is_meta).compile(gm, example_inputs)
 
 
 def device_of(example_inputs: Sequence[Any]) -> str:
@@ -97,14 +97,13 @@ class Compilation:
             ["explain is collecting"] * recorder.collecting_active()
             + ["a bisection is running"] * bisector.bisecting()
             + ["gradients are averaged over ranks"] * bool(options.data_parallel)
+            + ["parameters step in the backward"] * bool(options.optimizer)
+            + ["nothing is generated for the meta device"] * is_meta
         )
-        why += ["parameters step in the backward"] * bool(options.optimizer)
-        why += ["nothing is generated for the meta device"] * is_meta
         self.caches = not why
-        hardware = options.hardware or f"none: {detect(options.target)[1]}"
         effective = {
             **options.as_dict(),
-            "hardware": hardware,
+            "hardware": options.hardware or f"none: {detect(options.target)[1]}",
             "passes": [p.name for p in self.pipeline.passes],
             "caches": "on" if self.caches else f"off: {', '.join(why)}",
         }
