@@ -54,7 +54,7 @@ def page(folder: pathlib.Path) -> str:
     lines = [HEAD + "\n".join(rows), "", *(f"- **{name}**: {words}" for name, words in MODELS.items()), ""]
     lines.append(
         "Answers of both, made by `python -m tests.report.questions --write`; long ones are cut.\n"
-        "The times of `step1` are a busy machine's:"
+        "The times of `step1` are those of the machine that made the page:"
     )
     for question in QUESTIONS:
         lines += ["", f"## {question.name}"]
@@ -71,7 +71,7 @@ def page(folder: pathlib.Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="write docs/questions.md; else print it")
-    parser.add_argument("--dir", default="questions_dumps", help="where the dumps are, or go (default: %(default)s)")
+    parser.add_argument("--dir", default="build/questions", help="where the dumps are, or go (default: %(default)s)")
     parser.add_argument("--only", choices=tuple(MODELS), help="make the dump of one model alone")
     options = parser.parse_args()
     folder = pathlib.Path(options.dir)
