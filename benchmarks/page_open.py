@@ -9,7 +9,6 @@ Debian's chromium without a screen, by selenium (extra "browser"); each opening 
 from __future__ import annotations
 
 import pathlib
-import shutil
 import statistics
 import tempfile
 import time
@@ -17,19 +16,8 @@ from typing import Any
 
 import mindspeed_fx
 from benchmarks import common
+from benchmarks.browser import start_browser
 from benchmarks.first_step import build
-
-OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run")
-
-
-def start_browser() -> Any:
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = shutil.which("chromium") or ""
-    for word in OPTIONS:
-        options.add_argument(word)
-    return webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
 
 
 def opening(browser: Any, page: pathlib.Path) -> float:

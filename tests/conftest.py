@@ -1,4 +1,5 @@
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -66,6 +67,19 @@ def ranks():
     yield start
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Chromium, for pages."""
+    pytest.importorskip("selenium.webdriver", reason="selenium is not installed (extra browser)")
+    if not (shutil.which("chromium") and shutil.which("chromedriver")):
+        pytest.skip("chromium and chromedriver are not installed")
+    from benchmarks.browser import start_browser
+
+    driver = start_browser()
+    yield driver
+    driver.quit()
 
 
 READERS = os.path.join("passes", "fusion", "analysis", "")

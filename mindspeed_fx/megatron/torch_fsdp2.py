@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from mindspeed_fx.compat import dtensor
+from mindspeed_fx.errors import OptionError
 from mindspeed_fx.megatron import fsdp2_config, groups, patches
 from mindspeed_fx.megatron.fsdp2_config import FLAG, TYPES, Settings
 from mindspeed_fx.megatron.patches import EVERYWHERE, Patch
@@ -65,7 +66,7 @@ def make_mesh(sharding_size: int | None, group: Any) -> Any:
     ranks = dist.get_process_group_ranks(group)
     size = len(ranks) if sharding_size is None else sharding_size
     if len(ranks) % size:
-        raise fsdp2_config.OptionError(
+        raise OptionError(
             f"{FLAG}: sharding_size is {size}, which does not divide the {len(ranks)} data-parallel ranks"
         )
     if size == len(ranks):
@@ -138,7 +139,7 @@ def _ignored_parameters(model: nn.Module, classes: tuple[type, ...]) -> set[nn.P
             parameters |= {f"{name}.{n}": p for n, p in module.named_parameters()}
     trained = [name for name, p in parameters.items() if p.requires_grad]
     if trained:
-        raise fsdp2_config.OptionError(
+        raise OptionError(
             f"{FLAG}: ignored_modules leaves {trained[0]} whole, which trains: FSDP2 does not reduce its gradient; "
             "freeze it, or take its class out of ignored_modules"
         )

@@ -22,6 +22,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from mindspeed_fx.compat.distributed import sum_later
+from mindspeed_fx.compat.dtensor import local_part
 
 
 class TiedStage(PipelineStage):
@@ -41,7 +42,7 @@ class TiedStage(PipelineStage):
         self._before: list[torch.Tensor | None] = [None] * len(tied)
         self._is_open = False
         for p, group, _ in self._tied:
-            dist.broadcast(_local(p.detach()), group_src=0, group=group)
+            dist.broadcast(local_part(p.detach()), group_src=0, group=group)
 
     def clear_runtime_states(self) -> None:
         """A step begins: what its backwards add to a shared weight's gradient is kept apart from earlier steps'."""
@@ -76,10 +77,6 @@ def _group_of(stages: Sequence[int], pipeline: Any, groups: dict[tuple[int, ...]
     if ranks not in groups:
         groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
     return groups[ranks]
-
-
-def _local(x: torch.Tensor) -> torch.Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def _summed(x: torch.Tensor, group: Any) -> torch.Tensor:

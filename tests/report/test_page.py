@@ -7,7 +7,6 @@ import gzip
 import html.parser
 import json
 import re
-import shutil
 import time
 
 import pytest
@@ -98,27 +97,6 @@ def test_ranks_that_differ_are_named():
     same = index_page([("rank0/graph0", rank(0, 2)), ("rank1/graph0", rank(1, 2))])
     assert "Nothing: all 2 ranks agree in" in same and "≠" not in same
     assert "One rank wrote this dump" in index_page([("rank0/graph0", rank(0, 2))])
-
-
-@pytest.fixture(scope="module")
-def browser():
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed (extra browser)")
-    if not (shutil.which("chromium") and shutil.which("chromedriver")):
-        pytest.skip("chromium and chromedriver are not installed")
-    options = webdriver.ChromeOptions()
-    options.binary_location = shutil.which("chromium")
-    for word in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-background-networking",
-        "--no-first-run",
-    ):
-        options.add_argument(word)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
-    yield driver
-    driver.quit()
 
 
 VIEWS = ["questions", "model", "timeline", "roofline", "memory", "graph", "passes", "numbers"]
