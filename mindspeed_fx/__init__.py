@@ -3,10 +3,10 @@
     step = torch.compile(model, backend="mindspeed")
 
 Importing this package is optional (the backend is found by its entry point) and cheap; it gives :func:`accumulate`,
-:class:`FlopCount`, :func:`compile`, :func:`dump_tensors`, :func:`explain`, :func:`in_parts`, :func:`parallelize` with
-its :class:`Plan`, :func:`pipeline_stage`, :func:`plan`, :func:`predict`, :class:`Profile`,
-:func:`register_with_accelerate`, :func:`simulate`, :func:`split_backward`, :func:`step_in_backward`,
-:mod:`mindspeed_fx.ops`, :mod:`mindspeed_fx.passes` and the version.
+:class:`FlopCount`, :func:`compile`, :func:`dump_tensors`, :func:`explain`, :func:`in_parts`, :func:`load_compiled`,
+:func:`parallelize` with its :class:`Plan`, :func:`pipeline_stage`, :func:`plan`, :func:`predict`, :class:`Profile`,
+:func:`register_with_accelerate`, :func:`save_compiled`, :func:`simulate`, :func:`split_backward`,
+:func:`step_in_backward`, :mod:`mindspeed_fx.ops`, :mod:`mindspeed_fx.passes` and the version.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ __all__ = [
     "dump_tensors",
     "explain",
     "in_parts",
+    "load_compiled",
     "ops",
     "parallelize",
     "passes",
@@ -36,6 +37,7 @@ __all__ = [
     "predict",
     "register_with_accelerate",
     "restore_torch_compile",
+    "save_compiled",
     "simulate",
     "split_backward",
     "step_in_backward",
@@ -51,11 +53,13 @@ _HOMES = {
     "dump_tensors": "training.tensor_dump",
     "explain": "planning.explain",
     "in_parts": "training.in_parts",
+    "load_compiled": "planning.saved_step",
     "parallelize": "sharding.parallelize",
     "pipeline_stage": "planning.pipeline_stage",
     "plan": "planning.search",
     "predict": "planning.predict",
     "register_with_accelerate": "integrations",
+    "save_compiled": "planning.saved_step",
     "simulate": "planning.simulate",
     "split_backward": "planning.split_backward",
     "step_in_backward": "training.optimizer_in_backward",

@@ -92,14 +92,7 @@ class Compilation:
         self.sharding: Any = None
         """Of a parallelized model: its :class:`mindspeed_fx.sharding.parallelized_graph.ParallelizedGraph`."""
         self.pipeline = Pipeline(options)
-        why = [f"{k} was asked for" for k in ("dump", "check") if getattr(options, k) not in (None, "off")]
-        why += (
-            ["explain is collecting"] * recorder.collecting_active()
-            + ["a bisection is running"] * bisector.bisecting()
-            + ["gradients are averaged over ranks"] * bool(options.data_parallel)
-            + ["parameters step in the backward"] * bool(options.optimizer)
-            + ["nothing is generated for the meta device"] * is_meta
-        )
+        why = recorder.why_uncached(options, is_meta)
         self.caches = not why
         effective = {
             **options.as_dict(),

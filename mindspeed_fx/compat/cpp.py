@@ -87,6 +87,12 @@ def call(name: str, *args: Any) -> None:
         raise RuntimeError(f"out of memory: the kernel {name} cannot allocate its work buffers")
 
 
+def loaded_file() -> pathlib.Path | None:
+    """The library of this process, if it has one."""
+    loaded = _loaded()
+    return pathlib.Path(loaded.result()._name) if loaded is not None else None
+
+
 def forget() -> None:
     """Build or load anew at the next call."""
     _builds.clear()
@@ -162,7 +168,7 @@ def _prepare() -> Callable[[], ctypes.CDLL]:
     options = CppTorchDeviceOptions(vec_isa=invalid_vec_isa, device_type="cpu", extra_flags=flags)
     command = CppBuilder(name="o", sources="i", BuildOption=options).get_command_line()
     source = "\n".join(path.read_text() for path in sorted(SOURCES.glob("*.cpp")))
-    key = hashlib.sha256("\0".join((source, command, _processor())).encode()).hexdigest()[:32]
+    key = hashlib.sha256("\0".join((source, command, processor())).encode()).hexdigest()[:32]
 
     def build(folder: pathlib.Path) -> bytes:
         """What is in the library."""
@@ -177,7 +183,7 @@ def _prepare() -> Callable[[], ctypes.CDLL]:
     return functools.partial(_load, inductor.cache_directory(), key, build)
 
 
-def _processor() -> str:
+def processor() -> str:
     """What -march=native depends on: a cache may be shared between machines."""
     with contextlib.suppress(OSError):
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()

@@ -10,6 +10,8 @@ from typing import Any, Callable, Iterator
 
 import torch
 
+from mindspeed_fx.errors import OptionError
+
 
 def rebuilt_torch_compile(
     model: Callable,
@@ -89,6 +91,34 @@ def uncompiled(model: Callable) -> Callable:
     own = getattr(model, "_orig_mod", model)
     is_compiled = isinstance(own, torch.nn.Module) and own._compiled_call_impl is not None
     return own._call_impl if is_compiled else own
+
+
+def compiled_of_backend(step: Callable, name: str) -> tuple[Callable, dict | None]:
+    """What ``torch.compile(step, backend=name, options=...)`` was given, step and options; of another callable itself.
+
+    Raises:
+        OptionError: it was compiled by another backend.
+    """
+    own = getattr(step, "_torchdynamo_orig_callable", None)
+    if own is None:
+        return step, None
+    own = getattr(step, "_orig_mod", own)
+    backend = _backend_of(step)
+    if getattr(backend, "compiler_name", None) != name:
+        raise OptionError(
+            f'{own} was compiled by another backend; compile it with backend="{name}", or give it as it is'
+        )
+    return own, backend.kwargs.get("options")
+
+
+def _backend_of(step: Any) -> Any:
+    from torch._dynamo import eval_frame
+
+    context = getattr(step, "dynamo_ctx", None)
+    for cell in getattr(step, "__closure__", None) or ():
+        if isinstance(cell.cell_contents, eval_frame._TorchDynamoContext):
+            context = cell.cell_contents
+    return eval_frame.innermost_backend(context.callback) if context is not None else None
 
 
 def _with_own_code(function: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import Any, Iterator, Sequence
 import torch
 
 from mindspeed_fx._version import __version__
-from mindspeed_fx.compat import dynamo, inductor, structured_trace
+from mindspeed_fx.compat import bisector, dynamo, inductor, structured_trace
 from mindspeed_fx.compat.fake import hint as size_hint
 from mindspeed_fx.report.diffs import diff_text, is_changed
 from mindspeed_fx.report.records import GraphRecord
@@ -119,6 +119,18 @@ def wants_text(options: dict[str, Any]) -> bool:
 def collecting_active() -> bool:
     """True inside :func:`collecting`."""
     return bool(_collectors)
+
+
+def why_uncached(options: Any, is_meta: bool = False) -> list[str]:
+    """Why nothing that is compiled now is kept in a cache, nor taken from one; empty where it is."""
+    return (
+        [f"{k} was asked for" for k in ("dump", "check") if getattr(options, k) not in (None, "off")]
+        + ["explain is collecting"] * collecting_active()
+        + ["a bisection is running"] * bisector.bisecting()
+        + ["gradients are averaged over ranks"] * bool(options.data_parallel)
+        + ["parameters step in the backward"] * bool(options.optimizer)
+        + ["nothing is generated for the meta device"] * is_meta
+    )
 
 
 @contextlib.contextmanager
