@@ -120,6 +120,11 @@ def with_values(name: str, parameters: tuple[Parameter, ...], x: np.ndarray) -> 
     return hw, dataclasses.replace(constants, **run, framework=framework)
 
 
+def formulas(hw: Hardware, constants: TrainingConstants) -> tuple[Hardware, TrainingConstants]:
+    """The same device without the kernels that were measured: constants are those of the formulas alone."""
+    return dataclasses.replace(hw, measured=()), constants
+
+
 @dataclass
 class Fit:
     parameters: tuple[Parameter, ...]
@@ -146,7 +151,7 @@ def fit(
     names = sorted({c.hardware for c in (*cases, *kernels)})
 
     def residuals(x: np.ndarray) -> np.ndarray:
-        devices = {n: with_values(n, parameters, x) for n in names}
+        devices = {n: formulas(*with_values(n, parameters, x)) for n in names}
         model = [time_step(c.model, c.run, w, *devices[c.hardware]).seconds for c, w in zip(cases, works)]
         misses = weight * (np.log(model) - target) / SCALE
         # Soft absolute value of the runs alone: the priors stay squares.

@@ -28,7 +28,7 @@ from typing import Iterable
 import numpy as np
 import torch
 
-from benchmarks.fit_runs import Fit, fit, group_of, with_values
+from benchmarks.fit_runs import Fit, fit, formulas, group_of, with_values
 from benchmarks.published_kernels import KernelRow, read_kernels
 from benchmarks.published_rows import Case, read_cases
 from mindspeed_fx.errors import OptionError
@@ -149,7 +149,7 @@ def print_fits(cases: list[Case], kernels: list[KernelRow]) -> None:
             value = min(math.exp(x), p.top)
             print(f"   {p.path:26} {value:10.4g}  spread {100 * spread:3.0f} %  prior {p.prior:g}")
         for k in single:
-            modelled = k.seconds(with_values(k.hardware, result.parameters, result.x)[0])
+            modelled = k.seconds(formulas(*with_values(k.hardware, result.parameters, result.x))[0])
             print(f"   {k.label:26} {1e6 * modelled:10.1f} us, published {1e6 * k.published:10.1f}")
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, Mapping
 
+from mindspeed_fx.cost.measured import MeasuredRow
+
 CONFIDENCES = ("high", "medium", "low")
 
 
@@ -111,13 +113,15 @@ class Hardware:
     notes: tuple[str, ...] = field(default=())
     fitted: tuple[str, ...] = ()
     """Kinds of measurement that the constants are fitted to."""
+    measured: tuple[MeasuredRow, ...] = ()
+    """Kernels that were timed alone, which correct the formulas near them (:mod:`mindspeed_fx.cost.measured`)."""
 
     def matrix_rate(self, dtype: Any, kind: str = "", shape: tuple = ()) -> Any:
         """FLOP/s that matrix products of this type reach. Types that the table lacks: see :meth:`substitute`.
 
         Args:
             kind: "product", "attention" or "attention_backward" where the work has a name.
-            shape: m, n and k of a product; keys and width of a head for attention.
+            shape: m, n and k of a product; of attention keys first: see :class:`mindspeed_fx.cost.operators.Cost`.
         """
         peak = self.matrix[self.substitute("matrix", dtype)]
         if kind == "product" and self.product_ramp is not None:

@@ -10,13 +10,15 @@ table ``mindspeed-fx calibrate`` may have measured (:mod:`mindspeed_fx.cost.cali
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import re
 import warnings
+from pathlib import Path
 from typing import Any
 
-from mindspeed_fx.cost import calibrated
+from mindspeed_fx.cost import calibrated, measured
 from mindspeed_fx.cost.device import Hardware
 from mindspeed_fx.errors import OptionError, nearest
 
@@ -30,6 +32,9 @@ def _tables() -> tuple[dict[str, Hardware], dict[str, str]]:
         module = importlib.import_module(f"mindspeed_fx.cost.tables.{maker}")
         results.update({hw.name: hw for hw in (*module.HARDWARE, *getattr(module, "DIES", ()))})
         aliases.update(module.ALIASES)
+        rows = Path(str(module.__file__)).with_name(f"{maker}_measured.csv")
+        for name, kernels in (measured.read_rows(rows) if rows.exists() else {}).items():
+            results[name] = dataclasses.replace(results[name], measured=kernels)
     return results, aliases
 
 

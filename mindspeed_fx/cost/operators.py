@@ -1,6 +1,8 @@
 """What one operator costs: FLOP on the matrix units, FLOP on the vector units, bytes to and from device memory.
 
-    time = launch + max(matrix FLOP / matrix rate, vector FLOP / vector rate, bytes / memory rate)
+    time = launch + max(matrix FLOP / matrix rate, vector FLOP / vector rate, bytes / memory rate) x correction
+
+The correction is one but for products and attention near a shape that was measured: :mod:`measured`.
 
 Sizes are ints or sympy expressions in the symbols of a dynamic graph; so are all results. Conventions:
 
@@ -24,6 +26,7 @@ from typing import Any, Callable
 import sympy
 
 from mindspeed_fx.cost.device import Hardware
+from mindspeed_fx.cost.measured import Correction, MeasuredRow, Point, interpolate, point
 
 Size = Any
 """int or sympy.Expr (torch.SymInt where torch's FLOP counter asks)."""
@@ -91,7 +94,8 @@ class Cost:
     kind: str = ""
     """Of the matrix work, where its rate is a matter of it: "product", "attention", "attention_backward"."""
     shape: tuple = ()
-    """See :meth:`Hardware.matrix_rate`."""
+    """m, n and k of a product; of attention keys, width of a head, heads of all sequences, queries, and the keys that a
+    query sees on average."""
     in_turn: bool = False
     """Products and other work take turns: chunks whose products are made before anything reads them."""
 
@@ -101,12 +105,20 @@ class Cost:
 
     def terms(self, hw: Hardware) -> dict[str, Any]:
         """Seconds of each term: "matrix", "vector", "memory", "launch"."""
+        correction = self.correction(hw)
+        factor = 1.0 if correction is None else correction.factor
         return {
-            "matrix": self.matrix / hw.matrix_rate(self.dtype, self.kind, self.shape),
-            "vector": self.vector / hw.vector_rate(self.wide),
-            "memory": (self.bytes - self.cached) / hw.memory_rate + self.cached / hw.cache_rate,
+            "matrix": factor * self.matrix / hw.matrix_rate(self.dtype, self.kind, self.shape),
+            "vector": factor * self.vector / hw.vector_rate(self.wide),
+            "memory": factor * ((self.bytes - self.cached) / hw.memory_rate + self.cached / hw.cache_rate),
             "launch": self.launches * float(hw.launch),
         }
+
+    def correction(self, hw: Hardware) -> Correction | None:
+        """What kernels that were measured make of this shape; None: nothing, the formula stands alone."""
+        if not hw.measured or not self.shape or any(isinstance(n, sympy.Basic) for n in self.shape):
+            return None
+        return _correction(hw, self.kind, self.dtype, self.shape)
 
     def seconds(self, hw: Hardware) -> Any:
         """Modelled time on one device; a sympy expression where sizes are symbols."""
@@ -125,6 +137,43 @@ class Cost:
 
 FREE = Cost(launches=0)
 """Views, and what the compiler computes."""
+
+SIXTEEN = {"bfloat16": "float16", "float16": "bfloat16"}
+"""A type, and the one whose rows stand for it where it has none: devices do both at one rate."""
+
+
+@functools.lru_cache(1 << 16)
+def _correction(hw: Hardware, kind: str, dtype: str, shape: tuple) -> Correction | None:
+    rows = _measured(hw)
+    return interpolate(point(kind, shape), rows.get((kind, dtype)) or rows.get((kind, SIXTEEN.get(dtype, ""))) or ())
+
+
+@functools.lru_cache(64)
+def _measured(hw: Hardware) -> dict[tuple[str, str], list[tuple[Point, float, MeasuredRow, float]]]:
+    """Operator and type -> the arguments of :func:`interpolate`."""
+    alone = dataclasses.replace(hw, measured=())
+    results: dict[tuple[str, str], list[tuple[Point, float, MeasuredRow, float]]] = {}
+    for row in hw.measured:
+        cost = cost_of(row)
+        launch = cost.launches * float(hw.launch)
+        work = max(row.seconds - launch, row.seconds / 10)  # a launch may be a little less than the fitted one
+        ratio = work / (float(cost.seconds(alone)) - launch)
+        at = point(row.operator, cost.shape)
+        results.setdefault((row.operator, row.dtype), []).append((at, ratio, row, cost.matrix / row.seconds))
+    return results
+
+
+def cost_of(row: MeasuredRow) -> Cost:
+    """The work of a measured kernel."""
+    item = {"float32": 4, "float64": 8}.get(row.dtype, 1 if "8" in row.dtype else 2)
+    if row.operator == "product":
+        m, n, k = row.sizes
+        return product(Spec((m, n), row.dtype, item), k, Spec((m, k), row.dtype, item), Spec((k, n), row.dtype, item))
+    heads, queries, keys, width = row.sizes
+    q, k, v = (Spec((1, heads, n, width), row.dtype, item) for n in (queries, keys, keys))
+    if row.operator == "attention":
+        return attention(q, q, k, v, row.causal)
+    return attention([q, k, v], q, k, v, row.causal, dataclasses.replace(q), dataclasses.replace(q), backward=True)
 
 
 def tensors(*values: Any) -> list[Spec]:
@@ -236,7 +285,8 @@ def attention(
         again=2 * d * scores if backward else 0,
     )
     kind = "attention_backward" if backward else "attention"
-    return dataclasses.replace(cost, kind=kind, shape=(t if not _is_zero(t) else 1, d))
+    seen = visible_scores(s, t, causal, window) / s if not _is_zero(s) else 1
+    return dataclasses.replace(cost, kind=kind, shape=(t if not _is_zero(t) else 1, d, b * h, s, seen))
 
 
 def _is_zero(n: Size) -> bool:

@@ -61,8 +61,11 @@ class Clock:
         self.hw, self.constants, self.run = hw, constants, run
         sorting = float(constants.permutation)
         self.slower = {"expert products": constants.imbalance, "permutation": sorting, "router": sorting}
+        self.devices: dict[str, Hardware] = {}
+        """Part -> the device, where it is not as it is."""
         if run.attention_kernel == "early" and "attention" in run.fused:
             self.slower["attention"] = constants.early_attention
+            self.devices["attention"] = dataclasses.replace(hw, measured=())  # of the current kernel
         self.line = functools.cache(self._line)
 
     def _line(self, kind: str, group: str) -> tuple[float, float]:
@@ -89,7 +92,8 @@ class Clock:
         """Part -> seconds of one pass, with what the host adds as "host"."""
         parts: dict[str, float] = defaultdict(float)
         for kernel in work.kernels:
-            seconds = float(self._cached(kernel).seconds(self.hw)) * kernel.times
+            device = self.devices.get(kernel.part, self.hw)
+            seconds = float(self._cached(kernel).seconds(device)) * kernel.times
             parts[kernel.part] += seconds * self.slower.get(kernel.part, 1.0)
         busy, hidden = sum(parts.values()), 0.0
         for message in work.messages:
