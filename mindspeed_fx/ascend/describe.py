@@ -74,9 +74,8 @@ def _side(gm: fx.GraphModule, hardware: str) -> dict[str, Any]:
     for node in gm.graph.nodes:  # views move nothing and cost nothing, but are there
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
             name = str(node.target.overloadpacket)
-            row = rows.setdefault(
-                name, {"operator": name, "calls": 0, "flops": 0, "bytes": 0, "seconds": 0.0, "bound": "", "made": 0}
-            )
+            none = {"calls": 0, "flops": 0, "bytes": 0, "seconds": 0.0, "bound": "", "timed": "", "made": 0}
+            row = rows.setdefault(name, {"operator": name, **none})
             row["calls"] += not row["seconds"]
             row["made"] += allocated[node]
     return {

@@ -7,7 +7,7 @@ from typing import Any
 from mindspeed_fx.ascend.text import milliseconds, size
 from mindspeed_fx.report.html import Section, sections_page
 
-OPERATORS = ("operator", "calls", "GFLOP", "bytes read and written", "memory of results", "modelled", "bound")
+OPERATORS = ("operator", "calls", "GFLOP", "bytes read and written", "memory of results", "modelled", "bound", "time from")
 KERNELS = ("operator", "called", "kernel", "tile", "outcome", "on chip", "dynamic transfers", "scalar loops")
 
 
@@ -78,6 +78,7 @@ def _side(report: Any, i: int, side: dict[str, Any]) -> Section:
             size(o["made"]),
             milliseconds(o["seconds"]),
             o["bound"],
+            o["timed"],
         )
         for o in side["operators"]
     ]

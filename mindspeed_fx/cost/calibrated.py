@@ -1,9 +1,9 @@
 """Tables of devices that were measured here (``mindspeed-fx calibrate``): their files, and how they are found.
 
-A file is JSON, one for each device and, for a processor, number of threads; it holds the constants that were fitted
-and the name of the table that has the others. Its name in :func:`mindspeed_fx.cost.hardware.hardware` ends in a digest
-of the constants, so that what was compiled for an earlier calibration is not taken for this one, and ranks with
-different tables are noticed.
+A file is JSON, one for each device and, for a processor, number of threads; it holds the constants that were fitted,
+the name of the table that has the others, and the products and attention kernels that were timed. Its name in
+:func:`mindspeed_fx.cost.hardware.hardware` ends in a digest of these, so that what was compiled for an earlier
+calibration is not taken for this one, and ranks with different tables are noticed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import warnings
 from typing import Any, Mapping
 
 from mindspeed_fx.cost.device import Constant, Hardware
+from mindspeed_fx.cost.measured import MeasuredRow
 from mindspeed_fx.private_files import make_private, write_whole
 
 FORMAT = 1
@@ -43,17 +44,22 @@ class CalibratedTable:
     """Ranks in one machine."""
     note: str
     """When, with which torch, and how well the fit explains its measurements."""
+    measured: tuple[MeasuredRow, ...] = ()
+    """Kernels that correct the formulas; those of the base, of another machine, do not."""
 
     @property
     def name(self) -> str:
         """Of the device in the cost model."""
-        values = json.dumps([self.base, self.device, {k: float(v) for k, v in sorted(self.constants.items())}])
+        kernels = [dataclasses.astuple(row) for row in self.measured]
+        constants = {k: float(v) for k, v in sorted(self.constants.items())}
+        values = json.dumps([self.base, self.device, constants, *kernels])
         return f"{self.base}-calibrated-{hashlib.sha256(values.encode()).hexdigest()[:8]}"
 
     def hardware(self, base: Hardware) -> Hardware:
         """``base`` with the constants of this table."""
         result = dataclasses.replace(with_constants(base, self.constants), name=self.name, title=self.device)
-        return dataclasses.replace(result, fitted=self.fitted, node=self.node, notes=(*base.notes, self.note))
+        values = {"fitted": self.fitted, "node": self.node, "notes": (*base.notes, self.note)}
+        return dataclasses.replace(result, **values, measured=self.measured)
 
 
 def with_constants(base: Hardware, constants: Mapping[str, Constant]) -> Hardware:
@@ -143,7 +149,10 @@ def read(path: str | os.PathLike) -> CalibratedTable:
         if values.pop("format") != FORMAT:
             raise ValueError("another version of the package wrote it")
         constants = {k: Constant(c.pop("value"), **c) for k, c in values.pop("constants").items()}
-        table = CalibratedTable(**{**values, "fitted": tuple(values["fitted"])}, constants=constants)
+        kernels = tuple(MeasuredRow(**{**row, "sizes": tuple(row["sizes"])}) for row in values.pop("measured", ()))
+        table = CalibratedTable(
+            **{**values, "fitted": tuple(values["fitted"])}, constants=constants, measured=kernels
+        )
         _check(table)
         return table
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:

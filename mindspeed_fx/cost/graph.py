@@ -62,6 +62,8 @@ class NodeCost:
     """Names of the nodes, when there are several."""
     tier: str = ""
     """Collectives: the level of the network that it crosses."""
+    timed: str = ""
+    """Products and attention: the measured row that the time was taken from, with its source, or "formula"."""
 
 
 class Estimate:
@@ -104,19 +106,7 @@ class Estimate:
             if key is None or key not in known:
                 results.append(self._node(members, cost, cached))
             else:
-                like = known[key]
-                results.append(
-                    NodeCost(
-                        members[0].name,
-                        like.operator,
-                        members[0].module,
-                        like.cost,
-                        like.seconds,
-                        like.bound,
-                        like.members,
-                        like.tier,
-                    )
-                )
+                results.append(dataclasses.replace(known[key], name=members[0].name, module=members[0].module))
             if key is not None:
                 known.setdefault(key, results[-1])
         return results
@@ -148,6 +138,7 @@ class Estimate:
             + ", ".join(f"{m.operator.removeprefix('aten.')}" for m in members[:6])
             + (", ..." if len(members) > 6 else "")
         )
+        correction = numeric.correction(self.hardware)
         return NodeCost(
             last.name,
             label,
@@ -156,6 +147,7 @@ class Estimate:
             float(numeric.seconds(self.hardware)),
             numeric.bound(self.hardware),
             names if len(names) > 1 else (),
+            timed=str(correction or "formula") if cost.kind else "",
         )
 
     def _collective(self, call: Call) -> NodeCost:
@@ -273,28 +265,37 @@ class Estimate:
         calls = self.calls.sized(lambda n: name(self.value(n)))
         return sympy.expand(getattr(Estimate(calls, self.hardware, self.fused, {}), what))
 
+    def times_from(self) -> list[dict[str, Any]]:
+        """Where the times of products and attention come from, slowest first: measured row or "formula", calls,
+        seconds.
+        """
+        rows: dict[str, dict[str, Any]] = {}
+        for n in self.nodes:
+            if n.timed:
+                row = rows.setdefault(n.timed, {"row": n.timed, "calls": 0, "seconds": 0.0})
+                row["calls"] += 1
+                row["seconds"] += n.seconds
+        return sorted(rows.values(), key=lambda r: -r["seconds"])
+
     def by_operator(self) -> list[dict[str, Any]]:
-        """Totals for each operator, slowest first: operator, calls, flops, bytes, seconds, bound (of most of the
-        time).
+        """Totals for each operator, slowest first: operator, calls, flops, bytes, seconds; bound and timed (of most of
+        the time).
         """
         rows: dict[str, dict[str, Any]] = {}
         for n in self.nodes:
             name = "pointwise" if n.members else n.operator
             row = rows.setdefault(
-                name, {"operator": name, "calls": 0, "flops": 0, "bytes": 0, "seconds": 0.0, "bounds": Counter()}
+                name, {"operator": name, **dict.fromkeys(("calls", "flops", "bytes"), 0), "seconds": 0.0}
             )
+            most = row.setdefault("bound", Counter()), row.setdefault("timed", Counter())
             row["calls"] += 1
             row["flops"] += self.value(n.cost.flops)
             row["bytes"] += self.value(n.cost.bytes)
             row["seconds"] += n.seconds
-            row["bounds"][n.bound] += n.seconds
-        return sorted(
-            (
-                {**{k: v for k, v in r.items() if k != "bounds"}, "bound": r["bounds"].most_common(1)[0][0]}
-                for r in rows.values()
-            ),
-            key=lambda r: -r["seconds"],
-        )
+            most[0][n.bound] += n.seconds
+            most[1][n.timed] += n.seconds
+        largest = {name: {k: r[k].most_common(1)[0][0] for k in ("bound", "timed")} for name, r in rows.items()}
+        return sorted(({**r, **largest[name]} for name, r in rows.items()), key=lambda r: -r["seconds"])
 
     def summary(self) -> dict[str, Any]:
         """Plain values for JSON: totals at :attr:`sizes`."""
@@ -306,13 +307,14 @@ class Estimate:
             "bytes": self.value(self.bytes),
             "seconds": self.seconds,
             "network_seconds": self.network_seconds,
+            "times_from": self.times_from(),
             "notes": self.notes,
         }
 
     def __str__(self) -> str:
         rows = [
             f"{r['operator']:<44} {r['calls']:>5} {r['flops'] / 1e9:>12.3f} {r['bytes'] / 1e6:>12.2f} "
-            f"{r['seconds'] * 1e6:>12.1f}  {r['bound']}"
+            f"{r['seconds'] * 1e6:>12.1f}  {r['bound']:<8} {r['timed']}".rstrip()
             for r in self.by_operator()
         ]
         total = self.summary()
@@ -323,7 +325,7 @@ class Estimate:
         return "\n".join(
             [
                 head,
-                f"{'operator':<44} {'calls':>5} {'GFLOP':>12} {'MB':>12} {'us':>12}  bound",
+                f"{'operator':<44} {'calls':>5} {'GFLOP':>12} {'MB':>12} {'us':>12}  {'bound':<8} time from",
                 *rows,
                 *(f"note: {n}" for n in self.notes),
             ]

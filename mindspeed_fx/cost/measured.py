@@ -28,6 +28,8 @@ SIZES = {
 FAR = 2.0
 """Distance from which on a row says nothing: a factor of four in one size. Assumed: rates of products change by a third
 between 1024 and 2048 cubed and by a twentieth beyond."""
+LARGEST = 2**40
+"""Of a size."""
 COLUMNS = ("device", "operator", "dtype", "sizes", "causal", "microseconds", "less", "source")
 """Of a file. ``sizes`` is "4096 x 4096 x 4096"; ``less``: microseconds that timing added."""
 
@@ -49,8 +51,8 @@ class MeasuredRow:
         if names is None:
             raise ValueError(f"operator is {self.operator!r}; valid: {', '.join(SIZES)}")
         sizes = self.sizes if isinstance(self.sizes, tuple) else ()
-        if len(sizes) != len(names) or not all(type(n) is int and n > 0 for n in sizes):
-            raise ValueError(f"sizes of {self.operator} are {self.sizes!r}; {', '.join(names)} from 1 on are expected")
+        if len(sizes) != len(names) or not all(type(n) is int and 0 < n <= LARGEST for n in sizes):
+            raise ValueError(f"sizes of {self.operator} are {self.sizes!r}; valid: {', '.join(names)}, each from 1 on")
         if type(self.seconds) not in (int, float) or not 0 < self.seconds < math.inf:
             raise ValueError(f"seconds of {self.operator} are {self.seconds!r}; a number above 0 is expected")
         if not (isinstance(self.dtype, str) and isinstance(self.source, str) and type(self.causal) is bool):
@@ -77,8 +79,9 @@ class Correction:
     """Weight of the rows against the formula: 1 at a row, 0 far from all."""
 
     def __str__(self) -> str:
-        near = "" if self.distance == 0 else f"near ({100 * self.share:.0f} %) "
-        return f"{near}{self.row.name}, measured {self.rate / 1e12:.4g} TFLOP/s"
+        near = "" if self.distance == 0 else f"{100 * self.share:.0f} % by rows near "
+        speed = f"{self.rate / 1e12:.4g} T" if self.rate >= 1e12 else f"{self.rate / 1e9:.4g} G"
+        return f"{near}{self.row.name}, measured {speed}FLOP/s ({self.row.source})"
 
 
 Point = tuple[float, ...]

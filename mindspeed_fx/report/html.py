@@ -56,6 +56,7 @@ def graph_page(record: GraphRecord, values: Mapping[str, Any]) -> str:
         about=modelled.about(record) if record.calls else "",
         cost_head=modelled.HEAD,
         cost=[modelled.cells(r) for r in cost],
+        times_from=modelled.times_from(cost),
         times=[(name, f"{seconds * 1e3:.1f}") for name, seconds in record.seconds.items()]
         + [(f"{r.report.name} ({r.stage})", f"{r.seconds * 1e3:.1f}") for r in record.runs],
         options=list(record.effective.items()),

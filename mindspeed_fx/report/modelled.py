@@ -79,6 +79,7 @@ class Modelled:
                 f"  graph {g.index} {name:<28}{kernels:>6} kernels {flops:>12} GFLOP {moved:>12} MB {us:>12} us"
                 for name, kernels, flops, moved, us, _ in map(cells, modelled_rows(g))
             ]
+            lines += [f"    {line}" for line in times_from(modelled_rows(g))]
         return "\n".join(lines)
 
 
@@ -131,6 +132,19 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
+def times_from(rows: list[dict[str, Any]]) -> list[str]:
+    """A line for each measured kernel that times of the final graphs were taken from, and one for the formula."""
+    found: dict[str, list[float]] = {}
+    for source in (s for r in rows if r["stage"] != "captured" for s in r["times_from"]):
+        calls, seconds = found.get(source["row"], (0, 0.0))
+        found[source["row"]] = [calls + source["calls"], seconds + source["seconds"]]
+    return [
+        f"{seconds * 1e6:,.1f} us of {calls} {'product or attention' if calls == 1 else 'products and attention'} from: "
+        + row
+        for row, (calls, seconds) in sorted(found.items(), key=lambda item: -item[1][1])
+    ]
+
+
 def about(record: GraphRecord) -> str:
     """What the numbers are."""
     if _hardware_name(record) is None:
@@ -163,4 +177,5 @@ def text(record: GraphRecord) -> list[str]:
         if result
         else []
     )
-    return [about(record) + ".", "", *table, *(["", *(f"- {n}" for n in notes)] if notes else [])]
+    lines = [*times_from(result), *notes]
+    return [about(record) + ".", "", *table, *(["", *(f"- {line}" for line in lines)] if lines else [])]

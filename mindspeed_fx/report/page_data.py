@@ -55,7 +55,8 @@ def packed(values: Any) -> str:
 
 
 def _kernels(estimate: Any, names: Names) -> list[list[Any]]:
-    """Name, operator, module, microseconds, FLOP, bytes, what bounds it: a row for each kernel."""
+    """Name, operator, module, microseconds, FLOP, bytes, what bounds it, where its time is from: a row for each
+    kernel."""
     return [
         [
             n.name,
@@ -65,6 +66,7 @@ def _kernels(estimate: Any, names: Names) -> list[list[Any]]:
             int(estimate.value(n.cost.flops)),
             int(estimate.value(n.cost.bytes)),
             names(n.bound),
+            names(n.timed),
         ]
         for n in estimate.nodes
     ]

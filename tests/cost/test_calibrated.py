@@ -1,5 +1,6 @@
 """Tables of calibrated devices: what a file holds, how it is found, and what is said of one that cannot be used."""
 
+import dataclasses
 import json
 
 import pytest
@@ -9,6 +10,7 @@ import mindspeed_fx
 from mindspeed_fx.cost import calibrated
 from mindspeed_fx.cost import hardware as hardware_module
 from mindspeed_fx.cost.device import Constant
+from mindspeed_fx.cost.measured import MeasuredRow
 from mindspeed_fx.cost.hardware import detect, hardware
 
 
@@ -22,6 +24,12 @@ def directory(tmp_path, monkeypatch):
     hardware_module._tables()[0].update(before)
 
 
+KERNELS = (
+    MeasuredRow("product", "float32", (64, 32, 16), 3e-6, "a test"),
+    MeasuredRow("attention_backward", "bfloat16", (8, 512, 512, 64), 2e-3, "a test", causal=True),
+)
+
+
 def table(**values):
     constants = {"launch": 7e-6, "matrix.bfloat16": 3e11, "tiers.memory.bandwidth": 5e9, **values}
     return calibrated.CalibratedTable(
@@ -32,6 +40,7 @@ def table(**values):
         fitted=("launch", "product", "vector"),
         node=4,
         note="calibrated today",
+        measured=KERNELS,
     )
 
 
@@ -42,6 +51,7 @@ def test_a_saved_table_is_what_the_device_at_hand_means(directory):
     name, why = detect("cpu")
     assert (name, why) == (saved.name, "") and name.startswith("cpu-calibrated-")
     hw = hardware(name)
+    assert hw.measured == KERNELS
     assert hw.launch == 7e-6 and hw.launch.spread == 0.05 and hw.matrix["bfloat16"] == 3e11
     assert hw.tiers[0].bandwidth == 5e9 and hw.tiers[1] == hardware("cpu").tiers[1]
     assert hw.matrix["float32"] == hardware("cpu").matrix["float32"]
@@ -59,6 +69,21 @@ def test_names_differ_with_the_constants(directory):
     calibrated.save(second)
     assert detect("cpu")[0] == second.name
     assert hardware(second.name).launch == 8e-6
+
+
+def test_names_differ_with_the_kernels():
+    first = table()
+    second = dataclasses.replace(first, measured=first.measured[:1])
+    assert first.name != second.name
+
+
+def test_a_file_without_kernels_is_read(directory):
+    """Of a version before there were any."""
+    path = calibrated.save(dataclasses.replace(table(), measured=()))
+    values = json.loads(path.read_text())
+    del values["measured"]
+    path.write_text(json.dumps(values))
+    assert calibrated.read(path).measured == () and hardware(detect("cpu")[0]).measured == ()
 
 
 def test_a_name_is_found_by_a_process_that_did_not_calibrate(directory):

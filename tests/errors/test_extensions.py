@@ -214,6 +214,11 @@ def constants(**values):
     )
 
 
+def measured(**values):
+    one = {"operator": "product", "dtype": "float32", "sizes": [64] * 3, "seconds": 1e-6, "source": "here"}
+    return calibrated_table(measured=[{**one, **values}])
+
+
 TABLES = [
     row("table: not there", lambda: calibrated.read("table.json"), "table.json", error=FileNotFoundError),
     row("table: a directory", lambda: calibrated.read(folder("table.json")), "table.json", error=IsADirectoryError),
@@ -264,6 +269,15 @@ TABLES = [
     row("table: negative", constants(value=-1.0), "table.json", "-1.0", error=ValueError),
     row("table: NaN", constants(value=NAN), "table.json", "nan", error=ValueError),
     row("table: 0 ranks of a machine", calibrated_table(node=0), "table.json", "node", error=ValueError),
+    row("table: a measured kernel of no size", measured(sizes=[64, 64]), "table.json", "m, n, k", error=ValueError),
+    row("table: a size of 0", measured(sizes=[64, 64, 0]), "table.json", "from 1 on", error=ValueError),
+    row("table: a size too large", measured(sizes=[64, 64, 2**99]), "table.json", "product", error=ValueError),
+    row("table: a text for sizes", measured(sizes="64 x 64 x 64"), "table.json", "product", error=ValueError),
+    row("table: unknown operator", measured(operator="prodct"), "table.json", "attention_backward", error=ValueError),
+    row("table: a kernel of no time", measured(seconds=0), "table.json", "above 0", error=ValueError),
+    row("table: a kernel of NaN seconds", measured(seconds=NAN), "table.json", "nan", error=ValueError),
+    row("table: a kernel's unknown key", measured(speed=1), "table.json", "speed", error=ValueError),
+    row("table: a number for kernels", calibrated_table(measured=1), "table.json", error=ValueError),
     row("table: unknown target", calibrated_table(target="tpu"), "table.json", "'tpu'", error=ValueError),
     row(
         "table: a constant of no device",

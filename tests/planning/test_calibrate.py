@@ -13,7 +13,7 @@ from mindspeed_fx import cli
 from mindspeed_fx.cost import calibrated
 from mindspeed_fx.cost.device import Constant
 from mindspeed_fx.cost.hardware import hardware
-from mindspeed_fx.cost.operators import Cost
+from mindspeed_fx.cost.operators import Cost, cost_of
 from mindspeed_fx.errors import OptionError
 from mindspeed_fx.planning.calibrate import NoisyError, calibrate, check_noise, collectives, fitting, page, timing
 from mindspeed_fx.planning.calibrate.cases import KINDS, Case, Row, cases_for, chain
@@ -44,7 +44,7 @@ def synthetic_rows():
             rows.append(Row("product", f"{n}", dtype, "forward", 0.0, 0.01, (cost,)))
     for s in (1024, 4096, 16384):
         for stage, kind in (("forward", "attention"), ("backward", "attention_backward")):
-            cost = Cost(matrix=64 * 128 * s * s, dtype="bfloat16", kind=kind, shape=(s, 128))
+            cost = Cost(matrix=64 * 128 * s * s, dtype="bfloat16", kind=kind, shape=(s, 128, 16, s, s / 2))
             rows.append(Row("attention", f"{s}", "bfloat16", stage, 0.0, 0.01, (cost,)))
     for n in (2**22, 2**24, 2**26):
         rows.append(
@@ -163,11 +163,50 @@ def test_a_processor_is_measured(tmp_path, capsys, monkeypatch):
     table = calibrated.read(out)
     assert set(table.constants) == {"matrix.float32", "product_ramp", "launch"}
     assert table.fitted == ("product", "launch") and table.base == "cpu" and table.node == hardware("cpu").node
+    check_measured(table)
     assert 1e9 < table.constants["matrix.float32"] < 1e13 and 1e-8 < table.constants["launch"] < 1e-3
     printed = capsys.readouterr().out
     assert table.name in printed and str(out) in printed and "product_ramp" in printed
     text = html.read_text()
     assert "512 x 512 x 512" in text and "matrix.float32" in text and table.name in text
+
+
+def check_measured(table):
+    """The timed products are in the file, and the cost model takes them; the launches' small ones are not."""
+    rows = {row.sizes: row for row in table.measured}
+    assert set(rows) == {(256, 256, 256), (512, 512, 512)} and all(r.dtype == "float32" for r in rows.values())
+    hw = table.hardware(hardware("cpu"))
+    cost = cost_of(rows[512, 512, 512])
+    assert float(cost.seconds(hw)) == pytest.approx(rows[512, 512, 512].seconds, rel=1e-6)
+    text = str(cost.correction(hw))
+    assert text.startswith("product 512 x 512 x 512 float32, measured ") and "(calibrated on " in text
+    alone = dataclasses.replace(hw, measured=())
+    assert cost.correction(alone) is None
+    without = dataclasses.replace(table, measured=())
+    assert without.name != table.name and calibrated.with_constants(hardware("cpu"), {}).measured == ()
+
+
+def test_timed_kernels_are_those_of_the_rows_that_are_not_noisy():
+    rows = [r for r in synthetic_rows() if r.kind in ("product", "attention", "vector")]
+    rows[0] = dataclasses.replace(rows[0], is_noisy=True)
+    result = fitting.fit(hardware("ascend910b2"), rows, "a test")
+    products = [r for r in result.measured("a test") if r.operator == "product"]
+    assert len(products) == 7 and (512, 512, 512) not in {r.sizes for r in products if r.dtype == "bfloat16"}
+    assert len([r for r in result.measured("a test", noisy=True) if r.operator == "product"]) == 8
+    by_size = {(r.dtype, r.sizes[0]): r.seconds for r in products}
+    assert all(by_size[r.dtype, int(r.label)] == pytest.approx(r.seconds) for r in rows[1:8])
+
+
+def test_kernels_timed_together_share_the_time_as_the_formulas_do():
+    first, second = (
+        Cost(matrix=2 * n**3, read=8 * n * n, write=4 * n * n, kind="product", shape=(n, n, n)) for n in (512, 1024)
+    )
+    rows = [Row("product", "both", "float32", "backward", 3e-3, 0.01, (first, second))]
+    result = fitting.fit(hardware("cpu"), rows, "a test")
+    one, two = result.measured("a test")
+    assert one.seconds + two.seconds == pytest.approx(3e-3)
+    shares = [float(c.seconds(result.hardware)) for c in (first, second)]
+    assert two.seconds / one.seconds == pytest.approx(shares[1] / shares[0])
 
 
 def test_a_page_without_a_place_is_refused_before_the_work(capsys):

@@ -154,6 +154,7 @@ def test_a_table_runs_nothing(trap, tmp_path, monkeypatch):
     for data in (
         trap[1],
         json.dumps({"format": 1, "constants": {"launch": {"value": f"open('{trap[0]}', 'w')"}}}).encode(),
+        json.dumps({"format": 1, "constants": {}, "measured": [{"operator": f"open('{trap[0]}', 'w')"}]}).encode(),
     ):
         path.write_bytes(data)
         with pytest.warns(UserWarning, match="is no calibrated table"):

@@ -109,7 +109,7 @@ def calibrate(
     chosen = cases.cases_for(target, kinds, dtypes, small)
     rows += _without_calls(target, at, chosen, seconds, 1 if accept_noise else measure.TRIES, progress)
     check_noise(rows, accept_noise)
-    return _table(target, dataclasses.replace(start, node=node), rows, path, save)
+    return _table(target, dataclasses.replace(start, node=node), rows, path, save, accept_noise)
 
 
 def _without_calls(
@@ -137,9 +137,12 @@ def check_noise(rows: list[Row], accept: bool) -> None:
         )
 
 
-def _table(target: str, base: Hardware, rows: list[Row], path: str | os.PathLike | None, save: bool) -> Calibration:
+def _table(
+    target: str, base: Hardware, rows: list[Row], path: str | os.PathLike | None, save: bool, noisy: bool
+) -> Calibration:
     day, name = datetime.date.today(), calibrated.device_name(target)
-    result = fit(base, rows, f"calibrated on {name}, torch {torch.__version__}, {day}")
+    source = f"calibrated on {name}, torch {torch.__version__}, {day}"
+    result = fit(base, rows, source)
     table = CalibratedTable(
         target=target,
         device=name,
@@ -149,6 +152,7 @@ def _table(target: str, base: Hardware, rows: list[Row], path: str | os.PathLike
         node=base.node,
         note=f"calibrated {day} with torch {torch.__version__}: {len(rows)} timings, median error of the fit "
         f"{result.median_error():.0%}",
+        measured=result.measured(source, noisy),
     )
     where = calibrated.save(table, Path(path) if path is not None else None) if save else None
     return Calibration(table, result, base, where)

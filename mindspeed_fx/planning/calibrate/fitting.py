@@ -18,6 +18,8 @@ import numpy as np
 from mindspeed_fx.cost.calibrated import with_constants
 from mindspeed_fx.cost.collectives import collective
 from mindspeed_fx.cost.device import Constant, Hardware, fitted_constant
+from mindspeed_fx.cost.measured import SIZES, MeasuredRow
+from mindspeed_fx.cost.operators import Cost
 from mindspeed_fx.planning.calibrate.cases import Row
 from mindspeed_fx.planning.calibrate.measure import COPY
 
@@ -44,9 +46,37 @@ class Fit:
         """Relative errors of the model, of all rows or of one kind."""
         return [self.modelled(r) / r.seconds - 1 for r in self.rows if kind in (None, r.kind)]
 
+    def measured(self, source: str, noisy: bool = False) -> tuple[MeasuredRow, ...]:
+        """The products and attention kernels that were timed. Of several kernels timed together, such as the two
+        products of a gradient, each has the share that the formulas give it.
+
+        Args:
+            source: where and when they were timed.
+            noisy: noisy timings too.
+        """
+        results: dict[tuple, MeasuredRow] = {}
+        for row in self.rows:
+            kernels = [c for c in row.kernels if c.kind in SIZES and c.shape]
+            if not kernels or row.kind not in SIZES or (row.is_noisy and not noisy):
+                continue
+            factor = row.seconds / self.modelled(row)
+            for cost in kernels:
+                one = measured_row(cost, factor * float(cost.seconds(self.hardware)), source)
+                results.setdefault((one.operator, one.dtype, one.sizes, one.causal), one)
+        return tuple(results.values())
+
     def median_error(self, kind: str | None = None) -> float:
         """Of the absolute relative errors."""
         return float(np.median(np.abs(self.errors(kind))))
+
+
+def measured_row(cost: Cost, seconds: float, source: str) -> MeasuredRow:
+    """A kernel of the cost model with a time."""
+    if cost.kind == "product":
+        return MeasuredRow(cost.kind, cost.dtype, tuple(int(n) for n in cost.shape), seconds, source)
+    keys, width, heads, queries, seen = cost.shape
+    sizes = (int(heads), int(queries), int(keys), int(width))
+    return MeasuredRow(cost.kind, cost.dtype, sizes, seconds, source, causal=seen < keys)
 
 
 def modelled_seconds(row: Row, hw: Hardware) -> float:
@@ -60,7 +90,7 @@ def modelled_seconds(row: Row, hw: Hardware) -> float:
 
 
 def fit(base: Hardware, rows: list[Row], source: str) -> Fit:
-    """The constants that the rows tell of; all others stay those of ``base``.
+    """The constants that the rows tell of; all others stay those of ``base``. They are those of the formulas alone.
 
     Args:
         source: where and when the rows were measured.
@@ -132,7 +162,7 @@ def reached(base: Hardware, rows: list[Row]) -> Hardware:
     """
     one = Constant(1.0, "", "what was measured is what is reached", "high")
     kinds = {row.kind for row in rows}
-    hw = base
+    hw = replace(base, measured=())  # by kernels of another machine
     if "product" in kinds or "attention" in kinds:
         rates = {k: scaled(c, base.matrix_efficiency) for k, c in base.matrix.items()}
         for dtype in {r.dtype for r in rows if r.kind in ("product", "attention")} - set(rates):

@@ -14,7 +14,7 @@ from mindspeed_fx.planning.predict.architectures import architecture
 from mindspeed_fx.planning.predict.memory import Memory, peak_memory
 from mindspeed_fx.planning.predict.settings import Settings, settings
 from mindspeed_fx.planning.predict.step_work import step_work
-from mindspeed_fx.planning.predict.timing import time_step
+from mindspeed_fx.planning.predict.timing import time_step, times_from
 
 SMALL = 3e9
 """Parameters below which a step is launches and vector kernels as much as products."""
@@ -35,6 +35,8 @@ class Prediction:
     memory: Memory
     parts: dict[str, float] = field(default_factory=dict)
     """Part of the step -> seconds on the fullest rank."""
+    times_from: dict[str, str] = field(default_factory=dict)
+    """Part with products or attention -> the measured kernels that its time is taken from, or "formula"."""
     hardware: str = ""
     basis: str = ""
     """What the device's constants are fitted to, or "by data sheet alone"."""
@@ -51,7 +53,8 @@ class Prediction:
         ]
         for name, seconds in sorted(self.parts.items(), key=lambda item: -item[1]):
             if seconds > 0.002 * self.seconds:
-                lines.append(f"   {name:20} {seconds:10.4g} s {100 * seconds / self.seconds:5.1f} %")
+                row = self.times_from.get(name, "")
+                lines.append(f"   {name:20} {seconds:10.4g} s {100 * seconds / self.seconds:5.1f} %{'  ' * bool(row)}{row}")
         return "\n".join(lines)
 
 
@@ -82,7 +85,8 @@ def predict(model: Any, run: "Settings | dict[str, Any]", hardware: "str | Hardw
     if run.pp * run.vpp > shape.layers + shape.mtp_layers + 2:
         raise OptionError(f"settings: pp={run.pp} x vpp={run.vpp} stages, and the model has {shape.layers} layers")
     constants = training_constants(hw)
-    timing = time_step(shape, run, step_work(shape, run), hw, constants)
+    work = step_work(shape, run)
+    timing = time_step(shape, run, work, hw, constants)
     throughput = run.tokens / run.devices / timing.seconds
     low, high = interval_of(hw, error_class(shape))
     return Prediction(
@@ -92,6 +96,7 @@ def predict(model: Any, run: "Settings | dict[str, Any]", hardware: "str | Hardw
         throughput * shape.flops(run.sequence) / hw.matrix[hw.substitute("matrix", run.precision)],
         peak_memory(shape, run, hw.target),
         timing.parts,
+        times_from(run, work, hw, constants),
         hw.title,
         hw.basis,
         run,

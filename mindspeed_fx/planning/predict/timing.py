@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from mindspeed_fx.cost.collectives import collective
@@ -34,6 +35,12 @@ class Timing:
 
     seconds: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
+
+
+def times_from(run: Settings, work: StepWork, hw: Hardware, constants: TrainingConstants) -> dict[str, str]:
+    """Part of the step -> what :meth:`Clock.times_from` says of it."""
+    layers = (work.dense, work.moe, work.head)
+    return Clock(hw, constants, run).times_from(w for layer in layers for w in (layer.forward, layer.backward))
 
 
 def ranks_per_node(run: Settings, group: str, node: int) -> tuple[int, int]:
@@ -87,6 +94,21 @@ class Clock:
         if not kernel.chained or not hw.cache or not hw.cache_bandwidth or kernel.alive > hw.cache:
             return kernel.cost
         return dataclasses.replace(kernel.cost, cached=kernel.chained)
+
+    def times_from(self, works: Iterable[Work]) -> dict[str, str]:
+        """Part -> what its products' or attention's time is taken from: measured rows or "formula", of several the two
+        that most of it is."""
+        rows: dict[str, Counter] = defaultdict(Counter)
+        for kernel in (k for work in works for k in work.kernels if k.cost.kind):
+            device = self.devices.get(kernel.part, self.hw)
+            text = str(kernel.cost.correction(device) or "formula")
+            rows[kernel.part][text] += float(kernel.cost.seconds(device)) * kernel.times
+        result = {}
+        for part, texts in rows.items():
+            most = [(text, seconds / texts.total()) for text, seconds in texts.most_common(2)]
+            shares = (f"{100 * share:.0f} % of it: {text}" for text, share in most)
+            result[part] = "; ".join(shares) if len(most) > 1 else most[0][0]
+        return result
 
     def work(self, work: Work) -> dict[str, float]:
         """Part -> seconds of one pass, with what the host adds as "host"."""

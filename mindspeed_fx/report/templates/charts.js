@@ -13,17 +13,19 @@ function canvas(place, width, height, label) {
     .attr("font-size", 12);
 }
 
-/** Operators of one graph: calls, microseconds, FLOP, bytes and what bounds most of the time. */
+/** Operators of one graph: calls, microseconds, FLOP, bytes, and of most of the time what bounds it and where it is from. */
 function operatorsOf(data, stage) {
   const rows = new Map();
-  for (const [, op, , us, flops, bytes, bound] of data.kernels[stage]) {
+  const add = (sums, key, us) => sums.set(data.names[key], (sums.get(data.names[key]) ?? 0) + us);
+  const most = (sums) => [...sums].sort((a, b) => b[1] - a[1])[0][0];
+  for (const [, op, , us, flops, bytes, bound, timed] of data.kernels[stage]) {
     const name = data.names[op].startsWith("fused ") ? "fused pointwise" : data.names[op];
-    const row = rows.get(name) ?? { name, calls: 0, us: 0, flops: 0, bytes: 0, bounds: new Map() };
+    const row = rows.get(name) ?? { name, calls: 0, us: 0, flops: 0, bytes: 0, bounds: new Map(), timed: new Map() };
     row.calls += 1; row.us += us; row.flops += flops; row.bytes += bytes;
-    row.bounds.set(data.names[bound], (row.bounds.get(data.names[bound]) ?? 0) + us);
+    add(row.bounds, bound, us); add(row.timed, timed, us);
     rows.set(name, row);
   }
-  return [...rows.values()].map((r) => ({ ...r, bound: [...r.bounds].sort((a, b) => b[1] - a[1])[0][0] }));
+  return [...rows.values()].map((r) => ({ ...r, bound: most(r.bounds), timed: most(r.timed) }));
 }
 
 function drawRoofline(data, place, stage) {
@@ -48,7 +50,7 @@ function drawRoofline(data, place, stage) {
   const marks = svg.selectAll("path.mark").data(rows.sort((a, b) => b.us - a.us)).join("path").attr("class", "mark").attr("tabindex", 0)
     .attr("d", (r) => d3.symbol(BOUNDS[r.bound][1], area(r.us) ** 2)()).attr("fill", (r) => BOUNDS[r.bound][0]).attr("fill-opacity", 0.75)
     .attr("transform", (r) => `translate(${x(r.flops / r.bytes)},${y(r.flops / r.us * 1e6)})`);
-  const words = (r) => `${r.name}: ${r.calls} calls, ${r.us.toFixed(1)} us, ${short(r.flops)}FLOP, ${short(r.bytes)}B, bound by ${r.bound || "nothing"}`;
+  const words = (r) => `${r.name}: ${r.calls} calls, ${r.us.toFixed(1)} us, ${short(r.flops)}FLOP, ${short(r.bytes)}B, bound by ${r.bound || "nothing"}${r.timed && `, time from ${r.timed}`}`;
   marks.append("title").text(words);
   const note = d3.select(place).append("p").attr("aria-live", "polite").text("");
   marks.on("focus mouseenter", (_, r) => note.text(words(r)));
