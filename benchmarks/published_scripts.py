@@ -29,21 +29,23 @@ KEPT = frozenset(
     (*FLAGS, *VOCABULARY, *FUSED_FLAGS, *NUMBERS, *SIZES, *SWITCHES)
     + tuple(
         (
-            "--swiglu --geglu --normalization --untie-embeddings-and-output-weights --position-embedding-type --use- "
-            "rotary-position-embeddings --max-position-embeddings --n-shared-experts --noop-layers --use-mcore-models "
-            "--make-vocab-size-divisible-by --recompute-granularity --recompute-method --context-parallel-algo "
-            "--enable-recompute-layers-per-pp-rank --ulysses-degree-in-cp --moe-token-dispatcher-type --moe-tp- "
-            "extend-ep --use-distributed-optimizer --use-custom-fsdp --use-torch-fsdp2 --sequence-parallel --bf16 "
-            "--fp16 --hidden-dropout --grad-reduce-in-bf16 --gemm-gradient-accumulation-fusion --no-gradient- "
-            "accumulation-fusion --swap-attention --swap-optimizer --output-layer-slice-num --moe-zero-memory --moe- "
-            "zero-memory-num-layers --mtp-mem-efficient-logits --recompute-norm --recompute-norm-num-layers --use-mc2 "
-            "--num-layer-list --schedules-method --moe-fb-overlap --stage --qlora --tp-2d --enable-high-availability "
-            "--variable-seq-lengths --no-pad-to-seq-lengths --neat-pack --padded-samples --reset-position-ids --is- "
-            "instruction-dataset --is-pairwise-dataset --o2-optimizer --o2-gradient --share-kvstates --cla-share- "
-            "factor --enable-mhc --enable-dsa-indexer --embed-layernorm --cp-attention-mask-type --attention-mask- "
-            "type --adaptive-cp-manually-set-mask-list --profile --npu-deterministic --lora-target-modules --lora- "
-            "fusion --moe-grouped-gemm --full-attention-interval --mamba-d-state --mamba-state-dim --moe-expert- "
-            "capacity-factor --qk-layernorm --add-qkv-bias"
+            "--swiglu --geglu --normalization --untie-embeddings-and-output-weights --position-embedding-type "
+            "--use-rotary-position-embeddings --max-position-embeddings --n-shared-experts --noop-layers "
+            "--use-mcore-models --make-vocab-size-divisible-by --recompute-granularity --recompute-method "
+            "--context-parallel-algo --enable-recompute-layers-per-pp-rank --ulysses-degree-in-cp "
+            "--moe-token-dispatcher-type --moe-tp-extend-ep --use-distributed-optimizer --use-custom-fsdp "
+            "--use-torch-fsdp2 --sequence-parallel --bf16 --fp16 --hidden-dropout --grad-reduce-in-bf16 "
+            "--gemm-gradient-accumulation-fusion --no-gradient-accumulation-fusion --swap-attention --swap-optimizer "
+            "--output-layer-slice-num --moe-zero-memory --moe-zero-memory-num-layers --mtp-mem-efficient-logits "
+            "--recompute-norm --recompute-norm-num-layers --use-mc2 --num-layer-list --schedules-method "
+            "--moe-fb-overlap --stage --qlora --tp-2d --enable-high-availability --variable-seq-lengths "
+            "--no-pad-to-seq-lengths --neat-pack --padded-samples --reset-position-ids --is-instruction-dataset "
+            "--is-pairwise-dataset --o2-optimizer --o2-gradient --share-kvstates --cla-share-factor --enable-mhc "
+            "--enable-dsa-indexer --embed-layernorm --cp-attention-mask-type --attention-mask-type "
+            "--adaptive-cp-manually-set-mask-list --profile --npu-deterministic --lora-target-modules --lora-fusion "
+            "--moe-grouped-gemm --full-attention-interval --mamba-d-state --mamba-state-dim "
+            "--moe-expert-capacity-factor --qk-layernorm --add-qkv-bias --disable-bias-linear --no-bias-gelu-fusion "
+            "--no-masked-softmax-fusion --squared-relu"
         ).split()
     )
 )

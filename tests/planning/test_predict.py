@@ -18,7 +18,7 @@ from mindspeed_fx.planning.predict import (
 )
 from mindspeed_fx.planning.predict.architectures import PUBLISHED
 from mindspeed_fx.planning.predict.best import complexity
-from mindspeed_fx.planning.predict.layer_work import LayerBuilder, LayerWork
+from mindspeed_fx.planning.predict.layer_work import SOFTMAX_BYTES, SOFTMAX_CHAIN, UNFUSED, LayerBuilder, LayerWork
 from mindspeed_fx.planning.predict.memory import peak_memory
 from mindspeed_fx.planning.predict.step_work import step_work
 from mindspeed_fx.planning.predict.timing import ranks_per_node, time_step
@@ -271,6 +271,80 @@ def test_what_a_chain_hands_on_stays_in_a_cache_that_holds_it():
 
     assert extra(4) > 2 * extra(1)
     assert extra(4, "h100") == pytest.approx(extra(1, "h100"), rel=0.1)  # without a rate for its cache
+
+
+def counted(function, *inputs):
+    """Bytes and kernels of a 16-bit pointwise function, operator by operator, for each element of the first input."""
+    import torch
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from mindspeed_fx.cost.graph import estimate
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        tensors = [torch.empty(shape, dtype=torch.bfloat16) for shape in inputs]
+        made = estimate(make_fx(function)(*tensors), "ascend910b2")
+    return float(made.bytes) / tensors[0].numel(), made.kernels
+
+
+def test_a_chain_of_gelu_is_what_megatron_writes():
+    import torch
+
+    def forward(y, bias):
+        x = bias + y
+        return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
+
+    def backward(g, bias, y):
+        x = bias + y
+        t = torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x))
+        ff = 0.5 * x * ((1 - t * t) * (0.79788456 + 0.1070322243 * x * x)) + 0.5 * (1 + t)
+        return (ff * g).sum(0)
+
+    size = (4096, 1024)
+    for function, inputs, (nbytes, count) in (
+        (forward, (size, (1024,)), UNFUSED["gelu"][2]),
+        (backward, (size, (1024,), size), UNFUSED["gelu"][3]),
+    ):
+        moved, kernels = counted(function, *inputs)
+        assert moved == pytest.approx(nbytes, rel=0.02) and kernels == count
+
+
+def test_a_chain_of_softmax_is_what_megatron_writes():
+    import torch
+
+    mask = torch.ones(1024, 1024, dtype=torch.bool)
+
+    def forward(scores):
+        return torch.softmax(scores.float().masked_fill(mask, -10000.0), -1).to(torch.bfloat16)
+
+    moved, kernels = counted(forward, (64, 1024, 1024))
+    assert moved == pytest.approx(SOFTMAX_CHAIN[0][0], rel=0.02) and kernels == 4  # the scale is in the product
+    chain = dataclasses.replace(RUN, fused=(), softmax_chain=True)
+    parts = [predict(LLAMA, run, "ascend910b2").parts["attention"] for run in (chain, dataclasses.replace(RUN, fused=()))]
+    scores = 32 * 4096**2 * 16 * 64  # of a stage of 16 layers, for 64 microbatches on each rank
+    extra = scores * sum(c - b for (c, _), b in zip(SOFTMAX_CHAIN, SOFTMAX_BYTES)) / hardware("ascend910b2").memory_rate
+    assert parts[0] - parts[1] == pytest.approx(extra, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "flags, gelu, softmax",
+    [
+        ("", True, False),
+        ("--no-bias-gelu-fusion", False, False),
+        ("--disable-bias-linear --no-masked-softmax-fusion", False, True),
+        ("--swiglu", False, False),
+    ],
+)
+def test_chains_of_a_launch(flags, gelu, softmax):
+    run = settings_from_flags(["--seq-length", "4096", *flags.split()], devices=8)
+    assert (run.gelu_chain, run.softmax_chain) == (gelu, softmax)
+
+
+def test_a_chain_of_gelu_takes_longer_where_there_is_no_gate():
+    for name, longer in (("gpt3-5b", True), ("llama-7b", False)):
+        runs = (dataclasses.replace(RUN, gelu_chain=on) for on in (False, True))
+        fused, chain = (predict(name, run, "ascend910b2").parts["vector"] for run in runs)
+        assert (chain > 1.5 * fused) is longer and (chain == fused) is not longer
 
 
 def test_products_that_add_to_float32_gradients_move_them():

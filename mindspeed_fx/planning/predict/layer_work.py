@@ -75,17 +75,21 @@ UNFUSED = {
     "layer_norm": ((4, 1), (8, 2), (4, 1), (8, 2)),
     "rope": ((4, 1), (4, 1), (18, 5), (20, 6)),
     "swiglu": ((6, 1), (10, 1), (10, 3), (24, 5)),
-    "gelu": ((4, 1), (6, 1), (4, 1), (6, 1)),
+    "gelu": ((4, 1), (6, 1), (46, 10), (92, 20)),
 }
 """Of 16-bit activations, counted from Megatron-core's modules: an unfused RMSNorm casts, squares, averages, scales,
 casts back and multiplies; RoPE multiplies by cosine and sine, turns halves and adds; SwiGLU splits, activates and
-multiplies. An element of SwiGLU is one of its output."""
-ALIVE = {"rms_norm": 8, "layer_norm": 4, "rope": 6, "swiglu": 8, "gelu": 4}
+multiplies; a bias and the tanh formula of GELU are ten kernels, its gradient nineteen and the bias's sum. An element of
+SwiGLU is one of its output."""
+ALIVE = {"rms_norm": 8, "layer_norm": 4, "rope": 6, "swiglu": 8, "gelu": 8}
 """Bytes of each element of what a kernel of such a chain reads and writes: float32 in and out of a norm, two operands
-and a result of a rotation, both halves and two results of a SwiGLU."""
+and a result of a rotation, both halves and two results of a SwiGLU, and what waits beside a GELU's three."""
 SOFTMAX_BYTES = (4, 6)
 """Bytes of each score that unfused attention moves beside its products, forward and backward: one kernel scales, masks
 and divides (Megatron's masked-softmax fusion, torch_npu's npu_scaled_masked_softmax), one does the gradient."""
+SOFTMAX_CHAIN = ((28, 5), (32, 5))
+"""Bytes and kernels instead: a cast to float32, scale or mask (two of them in 16 bits in MindFormers), softmax, a cast
+back, and their gradients."""
 ACCUMULATED_BYTES = (8, 10)
 """Bytes of each gradient of a weight that is added to float32: by the product itself, which reads and writes the sum,
 and by a kernel behind it, which reads 16 bits beside."""
@@ -144,7 +148,8 @@ class LayerBuilder:
         return product(Spec((m, n), dtype, width), k, Spec((m, k), dtype, width), Spec((k, n), dtype, width))
 
     def pointwise(self, work: LayerWork, name: str, elements: float, forward_only: bool = False) -> None:
-        fused, own = UNFUSED[name][:2], UNFUSED[name][:2] if name in self.run.fused else UNFUSED[name][2:]
+        is_fused = name in self.run.fused if name != "gelu" else not self.run.gelu_chain
+        fused, own = UNFUSED[name][:2], UNFUSED[name][:2] if is_fused else UNFUSED[name][2:]
         scale = elements * self.size / 2
         for phase, (nbytes, count), (least, _) in zip((work.forward, work.backward), own, fused):
             if phase is work.forward or not forward_only:
@@ -282,8 +287,9 @@ class LayerBuilder:
             work.forward.add("attention", self._matmul(m, run.sequence, model.dim))
             for _ in range(2):
                 work.backward.add("attention", self._matmul(m, run.sequence, model.dim))
-        work.forward.stream("attention", SOFTMAX_BYTES[0] * scores, 6)
-        work.backward.stream("attention", SOFTMAX_BYTES[1] * scores, 8)
+        for k, (phase, count) in enumerate(((work.forward, 6), (work.backward, 8))):
+            nbytes, more = SOFTMAX_CHAIN[k] if run.softmax_chain else (SOFTMAX_BYTES[k], 0)
+            phase.stream("attention", nbytes * scores, count + more)
 
     # ---------------------------------------------------------------- feed-forward
 

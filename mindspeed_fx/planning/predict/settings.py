@@ -84,6 +84,11 @@ class Settings:
     reuse_float32: bool = False
     """The 16-bit parameters lie in the memory of their float32 copies (MindSpeed's reuse-fp32-param)."""
     fused: tuple[str, ...] = FUSED
+    gelu_chain: bool = False
+    """The activation of a model without a gate runs as the kernels of its formula: Megatron's bias-GELU fusion where no
+    compiler fuses it, as on an NPU."""
+    softmax_chain: bool = False
+    """The softmax of unfused attention runs as casts to and from float32, mask and softmax."""
     attention_kernel: str = "current"
     """"current": the vendor's or FlashAttention 3; "early": FlashAttention 1 in Triton."""
     optimizer: str = "adam"

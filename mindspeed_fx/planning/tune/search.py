@@ -96,6 +96,8 @@ def tune(
         OptionError: the launch cannot be read, or nothing fits.
     """
     launch, hw = read_launch(words, devices, fixed), device(hardware)
+    if hw.target != "npu":  # torch's compiler fuses it
+        launch = dataclasses.replace(launch, settings=dataclasses.replace(launch.settings, gelu_chain=False))
     model = _Model(launch.model, hw, memory_of(memory, hw))
     with progress.task("tune", ("settings",)):
         times, too_large = _timed(launch, model)
