@@ -219,7 +219,6 @@ def _mindspore(case: Case, config: dict[str, str]) -> tuple[Architecture, Settin
         recompute_activation=not full and selective not in ("False", ""),
         precision="float16" if config.get("compute_dtype") == "float16" else "bfloat16",
         fused=fused,
-        softmax_chain=True,  # of float32 (softmax_compute_type), which its attention casts to
         framework="mindspore",
         lora=lora,
     )

@@ -45,7 +45,7 @@ KEPT = frozenset(
             "--adaptive-cp-manually-set-mask-list --profile --npu-deterministic --lora-target-modules --lora-fusion "
             "--moe-grouped-gemm --full-attention-interval --mamba-d-state --mamba-state-dim "
             "--moe-expert-capacity-factor --qk-layernorm --add-qkv-bias --disable-bias-linear --no-bias-gelu-fusion "
-            "--no-masked-softmax-fusion --squared-relu"
+            "--squared-relu"
         ).split()
     )
 )

@@ -7,7 +7,16 @@ from typing import Any
 from mindspeed_fx.ascend.text import milliseconds, size
 from mindspeed_fx.report.html import Section, sections_page
 
-OPERATORS = ("operator", "calls", "GFLOP", "bytes read and written", "memory of results", "modelled", "bound", "time from")
+OPERATORS = (
+    "operator",
+    "calls",
+    "GFLOP",
+    "bytes read and written",
+    "memory of results",
+    "modelled",
+    "bound",
+    "time from",
+)
 KERNELS = ("operator", "called", "kernel", "tile", "outcome", "on chip", "dynamic transfers", "scalar loops")
 
 

@@ -150,9 +150,7 @@ def read(path: str | os.PathLike) -> CalibratedTable:
             raise ValueError("another version of the package wrote it")
         constants = {k: Constant(c.pop("value"), **c) for k, c in values.pop("constants").items()}
         kernels = tuple(MeasuredRow(**{**row, "sizes": tuple(row["sizes"])}) for row in values.pop("measured", ()))
-        table = CalibratedTable(
-            **{**values, "fitted": tuple(values["fitted"])}, constants=constants, measured=kernels
-        )
+        table = CalibratedTable(**{**values, "fitted": tuple(values["fitted"])}, constants=constants, measured=kernels)
         _check(table)
         return table
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:

@@ -170,10 +170,11 @@ def cost_of(row: MeasuredRow) -> Cost:
         m, n, k = row.sizes
         return product(Spec((m, n), row.dtype, item), k, Spec((m, k), row.dtype, item), Spec((k, n), row.dtype, item))
     heads, queries, keys, width = row.sizes
-    q, k, v = (Spec((1, heads, n, width), row.dtype, item) for n in (queries, keys, keys))
+    query, key, value = (Spec((1, heads, n, width), row.dtype, item) for n in (queries, keys, keys))
     if row.operator == "attention":
-        return attention(q, q, k, v, row.causal)
-    return attention([q, k, v], q, k, v, row.causal, dataclasses.replace(q), dataclasses.replace(q), backward=True)
+        return attention(query, query, key, value, row.causal)
+    out, gradient = dataclasses.replace(query), dataclasses.replace(query)
+    return attention([query, key, value], query, key, value, row.causal, out, gradient, backward=True)
 
 
 def tensors(*values: Any) -> list[Spec]:

@@ -134,14 +134,14 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 def times_from(rows: list[dict[str, Any]]) -> list[str]:
     """A line for each measured kernel that times of the final graphs were taken from, and one for the formula."""
-    found: dict[str, list[float]] = {}
+    totals: dict[str, list[float]] = {}
     for source in (s for r in rows if r["stage"] != "captured" for s in r["times_from"]):
-        calls, seconds = found.get(source["row"], (0, 0.0))
-        found[source["row"]] = [calls + source["calls"], seconds + source["seconds"]]
+        calls, seconds = totals.get(source["row"], (0, 0.0))
+        totals[source["row"]] = [calls + source["calls"], seconds + source["seconds"]]
+    noun = {True: "product or attention", False: "products and attention"}
     return [
-        f"{seconds * 1e6:,.1f} us of {calls} {'product or attention' if calls == 1 else 'products and attention'} from: "
-        + row
-        for row, (calls, seconds) in sorted(found.items(), key=lambda item: -item[1][1])
+        f"{seconds * 1e6:,.1f} us of {calls} {noun[calls == 1]} from: {row}"
+        for row, (calls, seconds) in sorted(totals.items(), key=lambda item: -item[1][1])
     ]
 
 

@@ -10,8 +10,8 @@ import mindspeed_fx
 from mindspeed_fx.cost import calibrated
 from mindspeed_fx.cost import hardware as hardware_module
 from mindspeed_fx.cost.device import Constant
-from mindspeed_fx.cost.measured import MeasuredRow
 from mindspeed_fx.cost.hardware import detect, hardware
+from mindspeed_fx.cost.measured import MeasuredRow
 
 
 @pytest.fixture

@@ -55,8 +55,8 @@ def test_a_shape_that_a_kernel_of_one_row_is_limited_by_memory():
 
 
 def test_between_two_rows_it_lies_between():
-    slow, fast = 1.5, 0.8
-    hw = device(row(2048, 2048, 2048, slow * formula(2048, 2048, 2048)), row(4096, 4096, 4096, fast * formula(*[4096] * 3)))
+    small, large = [2048] * 3, [4096] * 3
+    hw = device(row(*small, 1.5 * formula(*small)), row(*large, 0.8 * formula(*large)))
     before = 0.0
     factors = []
     for n in range(2048, 4097, 256):
@@ -128,7 +128,8 @@ def test_symbols_have_the_formula():
 
     n = sympy.Symbol("n", positive=True)
     cost = Cost(matrix=2 * n**3, dtype="bfloat16", kind="product", shape=(n, n, n))
-    assert cost.correction(hardware("ascend910b2")) is None and cost.seconds(hardware("ascend910b2")).free_symbols == {n}
+    hw = hardware("ascend910b2")
+    assert cost.correction(hw) is None and cost.seconds(hw).free_symbols == {n}
 
 
 # --------------------------------------------------------------------------- reports

@@ -5,6 +5,7 @@ that the constants are fitted to.
 """
 
 import dataclasses
+import re
 import statistics
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from benchmarks import published_runs
 from benchmarks.fit_runs import PARAMETERS, with_values
 from benchmarks.published_rows import read_cases
-from benchmarks.published_scripts import kept_flags, launch_of, scripts
+from benchmarks.published_scripts import KEPT, kept_flags, launch_of, scripts
 
 HERE = Path(__file__).parent
 MEDIANS = {"ascend": 0.0684, "gpu": 0.0108, "memory": 0.0452}
@@ -111,3 +112,4 @@ def test_scripts_are_kept_as_the_flags_that_a_prediction_reads():
     assert kept_flags(words) == "--bf16 --hidden-size 64 --num-layers 2"
     assert launch_of("github.com/Ascend/MindSpeed-LLM tests/x.json @0000000 (2026); script tests/none.sh") is None
     assert all(devices > 0 and "--num-layers" in flags for devices, flags in scripts().values())
+    assert [flag for flag in KEPT if not re.fullmatch(r"--[\w-]*\w", flag)] == []

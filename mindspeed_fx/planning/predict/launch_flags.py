@@ -89,7 +89,6 @@ def settings_from_flags(flags: Sequence[str], devices: int) -> Settings:
     values["fused"] = tuple(fused)
     is_plain = not {"--swiglu", "--geglu", "--squared-relu", "--disable-bias-linear"} & texts.keys()
     values["gelu_chain"] = is_plain and "--no-bias-gelu-fusion" not in texts
-    values["softmax_chain"] = "--no-masked-softmax-fusion" in texts
     if "--swap-attention" in texts:
         values["offload"] = "attention"
     if "--swap-optimizer" in texts:

@@ -87,9 +87,6 @@ and a result of a rotation, both halves and two results of a SwiGLU, and what wa
 SOFTMAX_BYTES = (4, 6)
 """Bytes of each score that unfused attention moves beside its products, forward and backward: one kernel scales, masks
 and divides (Megatron's masked-softmax fusion, torch_npu's npu_scaled_masked_softmax), one does the gradient."""
-SOFTMAX_CHAIN = ((28, 5), (32, 5))
-"""Bytes and kernels instead: a cast to float32, scale or mask (two of them in 16 bits in MindFormers), softmax, a cast
-back, and their gradients."""
 ACCUMULATED_BYTES = (8, 10)
 """Bytes of each gradient of a weight that is added to float32: by the product itself, which reads and writes the sum,
 and by a kernel behind it, which reads 16 bits beside."""
@@ -287,9 +284,8 @@ class LayerBuilder:
             work.forward.add("attention", self._matmul(m, run.sequence, model.dim))
             for _ in range(2):
                 work.backward.add("attention", self._matmul(m, run.sequence, model.dim))
-        for k, (phase, count) in enumerate(((work.forward, 6), (work.backward, 8))):
-            nbytes, more = SOFTMAX_CHAIN[k] if run.softmax_chain else (SOFTMAX_BYTES[k], 0)
-            phase.stream("attention", nbytes * scores, count + more)
+        work.forward.stream("attention", SOFTMAX_BYTES[0] * scores, 6)
+        work.backward.stream("attention", SOFTMAX_BYTES[1] * scores, 8)
 
     # ---------------------------------------------------------------- feed-forward
 

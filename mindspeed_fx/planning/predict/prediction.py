@@ -53,8 +53,8 @@ class Prediction:
         ]
         for name, seconds in sorted(self.parts.items(), key=lambda item: -item[1]):
             if seconds > 0.002 * self.seconds:
-                row = self.times_from.get(name, "")
-                lines.append(f"   {name:20} {seconds:10.4g} s {100 * seconds / self.seconds:5.1f} %{'  ' * bool(row)}{row}")
+                share = 100 * seconds / self.seconds
+                lines.append(f"   {name:20} {seconds:10.4g} s {share:5.1f} %  {self.times_from.get(name, '')}".rstrip())
         return "\n".join(lines)
 
 

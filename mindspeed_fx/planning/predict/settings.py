@@ -87,8 +87,6 @@ class Settings:
     gelu_chain: bool = False
     """The activation of a model without a gate runs as the kernels of its formula: Megatron's bias-GELU fusion where no
     compiler fuses it, as on an NPU."""
-    softmax_chain: bool = False
-    """The softmax of unfused attention runs as casts to and from float32, mask and softmax."""
     attention_kernel: str = "current"
     """"current": the vendor's or FlashAttention 3; "early": FlashAttention 1 in Triton."""
     optimizer: str = "adam"
