@@ -95,7 +95,7 @@ class Cost:
     """Of the matrix work, where its rate is a matter of it: "product", "attention", "attention_backward"."""
     shape: tuple = ()
     """m, n and k of a product; of attention keys, width of a head, heads of all sequences, queries, and the keys that a
-    query sees on average."""
+    query sees on average: without the last three of several kernels in one."""
     in_turn: bool = False
     """Products and other work take turns: chunks whose products are made before anything reads them."""
 
@@ -116,7 +116,7 @@ class Cost:
 
     def correction(self, hw: Hardware) -> Correction | None:
         """What kernels that were measured make of this shape; None: nothing, the formula stands alone."""
-        if not hw.measured or not self.shape or any(isinstance(n, sympy.Basic) for n in self.shape):
+        if not hw.measured or len(self.shape) < 3 or any(isinstance(n, sympy.Basic) for n in self.shape):
             return None
         return _correction(hw, self.kind, self.dtype, self.shape)
 

@@ -168,6 +168,15 @@ def test_a_prediction_names_the_row():
     assert set(predict("llama3-70b", run, FORMULA).times_from.values()) == {"formula"}
 
 
+def test_a_ring_of_several_kernels_has_the_formula():
+    run = {"devices": 2, "sequence": 8192, "cp": 2}
+    kinds = {
+        kind: predict("llama3-8b", {**run, "cp_kind": kind}, "h100").times_from["attention"]
+        for kind in ("ring", "ulysses")
+    }
+    assert kinds["ring"] == "formula" and "causal attention" in kinds["ulysses"]
+
+
 def test_an_early_attention_kernel_is_not_timed_by_the_current_one():
     run = {"devices": 1, "sequence": 8192, "microbatch": 2}
     current, early = (

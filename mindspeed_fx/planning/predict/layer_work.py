@@ -270,10 +270,14 @@ class LayerBuilder:
             k = Spec((run.microbatch, k_heads, keys, model.qk_dim), dtype, self.size)
             v = Spec((run.microbatch, k_heads, keys, model.value_dim), dtype, self.size)
             out = Spec((run.microbatch, q_heads, queries, model.value_dim), dtype, self.size)
-            work.forward.add("attention", attention(out, q, k, v, causal, window=width), share)
             grads = [dataclasses.replace(t) for t in (q, k, v)]
-            cost = attention(grads, q, k, v, causal, out, out, window=width, backward=True)
-            work.backward.add("attention", cost, share)
+            costs = (
+                attention(out, q, k, v, causal, window=width),
+                attention(grads, q, k, v, causal, out, out, window=width, backward=True),
+            )
+            for phase, cost in zip((work.forward, work.backward), costs):
+                # That of a ring stands for all of its steps, causal ones and others: no shape that was measured.
+                phase.add("attention", cost if causal else dataclasses.replace(cost, shape=cost.shape[:2]), share)
 
     def _unfused_scores(self, work: LayerWork, heads: float) -> None:
         model, run = self.model, self.run
