@@ -197,6 +197,13 @@ def test_timed_kernels_are_those_of_the_rows_that_are_not_noisy():
     assert all(by_size[r.dtype, int(r.label)] == pytest.approx(r.seconds) for r in rows[1:8])
 
 
+def test_a_shape_timed_twice_has_the_mean_of_both():
+    cost = Cost(matrix=2 * 512**3, read=8 * 512**2, write=4 * 512**2, kind="product", shape=(512, 512, 512))
+    rows = [Row("product", "512", "float32", s, t, 0.01, (cost,)) for s, t in (("forward", 1e-3), ("backward", 4e-3))]
+    (one,) = fitting.fit(hardware("cpu"), rows, "a test").measured("a test")
+    assert one.seconds == pytest.approx(2e-3)
+
+
 def test_kernels_timed_together_share_the_time_as_the_formulas_do():
     first, second = (
         Cost(matrix=2 * n**3, read=8 * n * n, write=4 * n * n, kind="product", shape=(n, n, n)) for n in (512, 1024)

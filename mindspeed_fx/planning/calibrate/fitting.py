@@ -48,22 +48,22 @@ class Fit:
 
     def measured(self, source: str, noisy: bool = False) -> tuple[MeasuredRow, ...]:
         """The products and attention kernels that were timed. Of several kernels timed together, such as the two
-        products of a gradient, each has the share that the formulas give it.
+        products of a gradient, each has the share that the formulas give it; of one shape that was timed several times
+        the mean of the logarithms counts.
 
         Args:
             source: where and when they were timed.
             noisy: noisy timings too.
         """
-        results: dict[tuple, MeasuredRow] = {}
+        times: dict[MeasuredRow, list[float]] = defaultdict(list)
         for row in self.rows:
             kernels = [c for c in row.kernels if c.kind in SIZES and c.shape]
             if not kernels or row.kind not in SIZES or (row.is_noisy and not noisy):
                 continue
             factor = row.seconds / self.modelled(row)
             for cost in kernels:
-                one = measured_row(cost, factor * float(cost.seconds(self.hardware)), source)
-                results.setdefault((one.operator, one.dtype, one.sizes, one.causal), one)
-        return tuple(results.values())
+                times[measured_row(cost, 1.0, source)].append(factor * float(cost.seconds(self.hardware)))
+        return tuple(replace(row, seconds=float(np.exp(np.mean(np.log(each))))) for row, each in times.items())
 
     def median_error(self, kind: str | None = None) -> float:
         """Of the absolute relative errors."""
