@@ -332,6 +332,16 @@ def test_products_that_add_to_float32_gradients_move_them():
     assert fused / plain == pytest.approx(8 / 10, abs=0.02)
 
 
+def test_gradients_of_16_bits_are_added_too_where_there_is_a_buffer_of_them():
+    """Megatron's main gradients have the gradients' type then; ZeRO of torch and DeepSpeed keeps what it reduced."""
+    lean = dataclasses.replace(RUN, float32_gradients=False, fused=("attention",))
+    wide = predict(LLAMA, dataclasses.replace(lean, float32_gradients=True), "ascend910b2").parts["gradients"]
+    assert predict(LLAMA, lean, "ascend910b2").parts["gradients"] / wide == pytest.approx(6 / 10, abs=0.02)
+    fused = dataclasses.replace(lean, fused=("attention", "matmul_add"))
+    assert predict(LLAMA, fused, "ascend910b2").parts["gradients"] / wide == pytest.approx(4 / 10, abs=0.02)
+    assert "gradients" not in predict(LLAMA, dataclasses.replace(lean, framework="fsdp"), "ascend910b2").parts
+
+
 def test_collectives_in_n_pieces_wait_for_one_of_them():
     base = dataclasses.replace(RUN, tp=8, pp=1)
     waits = [

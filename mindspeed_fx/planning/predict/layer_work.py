@@ -90,6 +90,8 @@ and divides (Megatron's masked-softmax fusion, torch_npu's npu_scaled_masked_sof
 ACCUMULATED_BYTES = (8, 10)
 """Bytes of each gradient of a weight that is added to float32: by the product itself, which reads and writes the sum,
 and by a kernel behind it, which reads 16 bits beside."""
+ACCUMULATED_IN_16_BITS = (4, 6)
+"""The same of sums in the gradient's own type (float16, or Megatron's --grad-reduce-in-bf16)."""
 LOSS_BYTES = (34, 14)
 """Bytes of each logit in Megatron's vocabulary-parallel cross-entropy, forward and backward: cast to float32, maximum,
 difference, exponential, sum, division; gradient and cast back."""
@@ -123,11 +125,16 @@ class LayerBuilder:
         work.backward.add(part, self._matmul(m, k, n))
         if trained and not self.run.lora:
             work.backward.add(part, self._matmul(k, n, m))
-            if self.run.float32_gradients:
-                fused = "matmul_add" in self.run.fused
-                work.backward.stream("gradients", ACCUMULATED_BYTES[not fused] * n * k, launches=0 if fused else 1)
+            self._accumulate(work, n * k)
         if self.run.lora and part in ("attention products", "dense products"):
             self._adapter(work, m, n, k)
+
+    def _accumulate(self, work: LayerWork, elements: float) -> None:
+        """A weight's gradient added to its sum; frameworks without a buffer of sums have none in 16 bits."""
+        fused = "matmul_add" in self.run.fused
+        nbytes = ACCUMULATED_BYTES if self.run.float32_gradients else ACCUMULATED_IN_16_BITS
+        if self.run.float32_gradients or self.run.framework in ("megatron", "legacy"):
+            work.backward.stream("gradients", nbytes[not fused] * elements, launches=0 if fused else 1)
 
     def _adapter(self, work: LayerWork, m: float, n: float, k: float) -> None:
         """A product's low-rank neighbour, x A B added to x W: its products, and the sums of what both make."""
