@@ -64,15 +64,15 @@ PRIOR = _record(
 FITTED = {
     "ascend": _record(
         "fit to 169 published runs and 19 kernels on 910B (benchmarks/fit_runs.py)",
-        {"legacy": (1.076, 0.02), "mindspore": (1.046, 0.02)},
+        {"legacy": (1.062, 0.02), "mindspore": (1.046, 0.02)},
         host=(12e-6, 0.40),
-        contention=(0.478, 0.13),
-        exposed_sends=(1.002, 0.29),
-        imbalance=(1.189, 0.09),
-        permutation=(3.77, 0.27),
+        contention=(0.498, 0.12),
+        exposed_sends=(0.996, 0.29),
+        imbalance=(1.186, 0.09),
+        permutation=(3.79, 0.26),
         early_attention=(2.0, 0.3),
-        microbatch=(7.79e-3, 0.45),
-        step=(0.0232, 0.55),
+        microbatch=(4.31e-3, 0.66),
+        step=(0.0250, 0.51),
     ),
     "h100": _record(
         "fit to 89 published runs and 7 kernels on H100 (benchmarks/fit_runs.py)",

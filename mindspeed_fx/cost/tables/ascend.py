@@ -16,14 +16,14 @@ CUBE = 16 * 16 * 16 * 2
 FIT = "fit to 169 published runs and 19 kernels on 910B (benchmarks/fit_runs.py)"
 EFFICIENCY = {
     "matrix_efficiency": C(
-        0.885, "", f"{FIT}; 910B2 reaches 0.85 to 0.89 at 4 to 10 thousand cubed; MindSpeed assumes 0.742", "high", 0.03
+        0.890, "", f"{FIT}; 910B2 reaches 0.85 to 0.89 at 4 to 10 thousand cubed; MindSpeed assumes 0.742", "high", 0.03
     ),
-    "product_ramp": C(95, "", f"{FIT}; 910B2 reaches 0.70 of its peak at 2048 cubed, launch included", "low", 0.49),
+    "product_ramp": C(92.6, "", f"{FIT}; 910B2 reaches 0.70 of its peak at 2048 cubed, launch included", "low", 0.49),
     "attention_forward": C(0.393, "", f"{FIT}; the vendor's kernel on 910B2: 0.36 at 16 thousand keys", "high", 0.05),
-    "attention_backward": C(0.337, "", FIT, "high", 0.07),
-    "attention_ramp": C(404, "", FIT, "low", 0.66),
+    "attention_backward": C(0.341, "", FIT, "high", 0.07),
+    "attention_ramp": C(407, "", FIT, "low", 0.66),
     "vector_efficiency": C(0.70, "", f"{MSMODELING}: vector 15.4 of 22.1 TF", "medium"),
-    "memory_efficiency": C(0.506, "", f"{FIT}; {MSMODELING} 0.60: 0.96 of 1.6 TB/s", "high", 0.08),
+    "memory_efficiency": C(0.488, "", f"{FIT}; {MSMODELING} 0.60: 0.96 of 1.6 TB/s", "high", 0.08),
     "launch": C(
         12e-6, "s", f"{FIT}; an empty kernel takes 1 us, a decode product 11 us more than its work", "medium", 0.12
     ),
@@ -72,7 +72,7 @@ A2 = (
             "high",
         ),
         C(
-            0.628,
+            0.626,
             "",
             f"{FIT}; MindSpeed auto_tuning/module/hardware.py 0.65; 0.57-0.68 from measured all-gathers read as tensor "
             "bytes / time",
@@ -86,7 +86,7 @@ A2 = (
         "roce",
         "switch",
         C(25 * GB, "B/s", "200 Gb/s per card: vendor documentation", "high"),
-        C(0.863, "", f"{FIT}; msmodeling: 17.5 GB/s, 0.70; MindSpeed's constant", "medium", 0.23),
+        C(0.859, "", f"{FIT}; msmodeling: 17.5 GB/s, 0.70; MindSpeed's constant", "medium", 0.23),
         C(20e-6, "s", "assumed: no source", "low"),
     ),
 )
