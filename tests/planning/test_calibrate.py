@@ -167,6 +167,7 @@ def test_a_processor_is_measured(tmp_path, capsys, monkeypatch):
     assert 1e9 < table.constants["matrix.float32"] < 1e13 and 1e-8 < table.constants["launch"] < 1e-3
     printed = capsys.readouterr().out
     assert table.name in printed and str(out) in printed and "product_ramp" in printed
+    assert "2 measured products and attention kernels" in printed
     text = html.read_text()
     assert "512 x 512 x 512" in text and "matrix.float32" in text and table.name in text
 

@@ -42,6 +42,11 @@ def rows_of(result: Calibration) -> list[dict[str, str]]:
     return rows
 
 
+def measured_shapes(result: Calibration) -> str:
+    """How many kernels of the table correct the formulas."""
+    return f"{len(result.table.measured)} measured products and attention kernels correct the formulas near them"
+
+
 def text(result: Calibration) -> str:
     """What the command prints."""
     spreads = spread_of_kind(list(result.fit.rows))
@@ -55,6 +60,7 @@ def text(result: Calibration) -> str:
         for c in constants_of(result)
     ]
     name = result.table.name
+    lines += ["", measured_shapes(result)]
     lines += ["", f"saved in {result.path}; hardware is now {name}" if result.path else f"not saved: {name}"]
     return "\n".join(lines)
 
@@ -62,7 +68,8 @@ def text(result: Calibration) -> str:
 def html(result: Calibration) -> str:
     """One page without links to others."""
     lead = [
-        f"{result.table.note}. In the cost model: {result.table.name}; what was not measured is {result.table.base}'s."
+        f"{result.table.note}. In the cost model: {result.table.name}; what was not measured is {result.table.base}'s. "
+        f"{measured_shapes(result)}."
     ]
     sections = [
         Section(name, title).table(rows[0], [row.values() for row in rows])
