@@ -21,7 +21,8 @@ INNER = 65535
 # --------------------------------------------------------------------------- grouped matrix product
 
 
-def _supports_grouped(x, weight, offsets, op="npu_grouped_matmul"):
+def _supports_grouped(x, weight, offsets, zero_tail=True):
+    op = "npu_grouped_matmul"
     return first(
         check_types(x=x, weight=weight),
         f"{op}: x is {x.dtype}, weight {weight.dtype}; valid: one type".replace("torch.", "")
@@ -39,17 +40,19 @@ def _group(x: Tensor, weight: Tensor, offsets: Tensor, group_type: int) -> Tenso
     )[0]
 
 
-def _zero_outside(y: Tensor, offsets: Tensor) -> Tensor:
+def _zero_outside(y: Tensor, offsets: Tensor, zero_tail: bool = True) -> Tensor:
+    if not zero_tail:
+        return y
     outside = torch.arange(y.shape[0], device=y.device) >= offsets[-1]
     return y.masked_fill(outside.unsqueeze(1), 0.0)
 
 
 @lowering(grouped_matmul, "npu_grouped_matmul", _supports_grouped, ("npu_grouped_matmul",))
-def _grouped_matmul(x, weight, offsets):
-    return _zero_outside(_group(x, weight, offsets, 0), offsets)
+def _grouped_matmul(x, weight, offsets, zero_tail=True):
+    return _zero_outside(_group(x, weight, offsets, 0), offsets, zero_tail)
 
 
-def _supports_grouped_backward(grad, x, weight, offsets, need_x, need_weight):
+def _supports_grouped_backward(grad, x, weight, offsets, need_x, need_weight, zero_tail=True):
     return first(check_types((x.dtype,), grad=grad), _supports_grouped(x, weight, offsets))
 
 
@@ -59,13 +62,19 @@ def _supports_grouped_backward(grad, x, weight, offsets, need_x, need_weight):
     _supports_grouped_backward,
     ("npu_grouped_matmul",),
 )
-def _grouped_matmul_backward(grad, x, weight, offsets, need_x, need_weight):
+def _grouped_matmul_backward(grad, x, weight, offsets, need_x, need_weight, zero_tail=True):
     dx, dweight = x.new_empty(0), x.new_empty(0)
     if need_x:
-        dx = _zero_outside(_group(grad, weight.transpose(1, 2), offsets, 0), offsets)
+        dx = _zero_outside(_group(grad, weight.transpose(1, 2), offsets, 0), offsets, zero_tail)
     if need_weight:
-        order = dense_order(weight.stride())
-        dweight = (
-            _group(x.t(), grad, offsets, 2).permute(order).contiguous().permute([order.index(i) for i in range(3)])
-        )  # stored as weight is
+        dweight = _weight_gradient(grad, x, offsets, dense_order(weight.stride()))
     return dx, dweight
+
+
+def _weight_gradient(grad: Tensor, x: Tensor, offsets: Tensor, order: list[int]) -> Tensor:
+    """x^T grad of each group, stored as the weight is: the kernel's result lies in the order of its dimensions, so that
+    grad^T x is computed where the weight is a transposed view."""
+    if order == [0, 2, 1]:
+        return _group(grad.t(), x, offsets, 2).transpose(1, 2)
+    back = [order.index(i) for i in range(3)]
+    return _group(x.t(), grad, offsets, 2).permute(order).contiguous().permute(back)

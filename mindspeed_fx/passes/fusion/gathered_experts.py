@@ -112,9 +112,8 @@ def _rewrite(gm: fx.GraphModule, node: fx.Node, result: Rows) -> Site | str:
     copies = match_repeat(x)
     both = rewrite.insert(gm, node, ops.moe_permute.default, (copies[0] if copies else x, expert))
     permuted, sorted_indices = (rewrite.insert(gm, node, getitem, (both, i)) for i in (0, 1))
-    product = rewrite.insert(
-        gm, node, ops.grouped_matmul.default, (permuted, weight, _ends(gm, node, expert, match.value(weight).shape[0]))
-    )
+    ends = _ends(gm, node, expert, match.value(weight).shape[0])
+    product = rewrite.insert(gm, node, ops.grouped_matmul.default, (permuted, weight, ends, False))  # each row has one
     rows = rewrite.insert(gm, node, ops.moe_unpermute.default, (product, sorted_indices, None, 1))
     new = rewrite.insert(gm, node, aten.unsqueeze.default, (rows, 2 if transposed else 1))
     return rewrite.substitute(gm, node, new) or site(OPERATOR, node, region)

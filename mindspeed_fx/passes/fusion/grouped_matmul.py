@@ -51,7 +51,10 @@ def _rewrite(gm: fx.GraphModule, node: fx.Node, region: list[fx.Node], arguments
             for end in offsets
         ]
         offsets = rewrite.insert(gm, node, aten.stack.default, (ends,))
-    new = rewrite.insert(gm, node, torch.ops.mindspeed.grouped_matmul.default, (x, weight, offsets))
+    # No row is left by slices that cover the rows, and what aten._grouped_mm leaves is undefined.
+    tail = str(node.target) == HUGGING_FACE
+    arguments = (x, weight, offsets) if tail else (x, weight, offsets, False)
+    new = rewrite.insert(gm, node, torch.ops.mindspeed.grouped_matmul.default, arguments)
     return rewrite.substitute(gm, node, new) or site(OPERATOR, node, region)
 
 

@@ -24,6 +24,7 @@ from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.passes.base import Context, Outcome, PassReport, Site, calls, register, rewrite_each, site, skip
 from mindspeed_fx.passes.fusion.analysis.one_hot import parse_einsum
+from mindspeed_fx.passes.fusion.emit import sorted_counts
 
 NAME, PERMUTE, UNPERMUTE = "fusion.moe_permute", "mindspeed::moe_permute", "mindspeed::moe_unpermute"
 GATHERS = (aten.index.Tensor, aten.index_select.default, aten.gather.default)
@@ -104,6 +105,7 @@ def moe_permute(gm: fx.GraphModule, context: Context) -> PassReport:
                 )
             )
     rewrite.finish(gm)
+    sorted_counts.read_unsorted(gm)
     return report
 
 

@@ -127,18 +127,21 @@ def _rows(x: Tensor, index: Tensor, existing: Tensor) -> Tensor:
     return torch.where(existing.view(-1, *[1] * (x.ndim - 1)), x.index_select(0, index), 0)
 
 
-def grouped_matmul(x: DTensor | OwnRows, weight: DTensor, offsets: DTensor, data: Sequence[int]) -> DTensor | OwnRows:
+def grouped_matmul(
+    x: DTensor | OwnRows, weight: DTensor, offsets: DTensor, zero_tail: bool = True, *, data: Sequence[int]
+) -> DTensor | OwnRows:
     """``mindspeed::grouped_matmul``; of experts that are divided, the product of own rows.
 
     Args:
         x: [rows, k], or own rows.
         weight: [experts, k, n].
         offsets: [experts], where each expert's rows end.
+        zero_tail: of the operator; own rows have a tail, the other ranks' rows, which is zero.
         data: mesh dimensions over which ranks that hold the same experts share the rows of each.
     """
     over = [i for i, p in enumerate(weight.placements) if p == Shard(0)]
     if not over and not isinstance(x, OwnRows):
-        return ops.grouped_matmul(x, weight, offsets)
+        return ops.grouped_matmul(x, weight, offsets, zero_tail)
     if not isinstance(x, OwnRows):
         divided = [
             i for i, p in enumerate(x.placements) if dtensor.is_divided(p, 0)

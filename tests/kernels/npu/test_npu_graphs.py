@@ -171,6 +171,39 @@ def test_experts():
     assert graphs.unlowered() == []
 
 
+class ExpertsOfHuggingFace(nn.Module):
+    """The spelling of its models: choices sorted, counted as sorted, weights stored as [experts, out, in]."""
+
+    def __init__(self, hidden=16, ffn=24, experts=4, k=2):
+        super().__init__()
+        self.k, self.router = k, nn.Linear(hidden, experts, bias=False)
+        self.up = nn.Parameter(torch.randn(experts, 2 * ffn, hidden) / 4)
+        self.down = nn.Parameter(torch.randn(experts, hidden, ffn) / 5)
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(-1).topk(self.k, -1)
+        experts, order = chosen.reshape(-1).sort()
+        counts = torch.histc(experts.float(), bins=self.up.shape[0], min=0, max=self.up.shape[0] - 1)
+        ends = counts.cumsum(0, dtype=torch.int32)
+        product = torch.ops.mindspeed.grouped_matmul if x.dtype == torch.float64 else torch._grouped_mm
+        rows = product(x[order // self.k], self.up.transpose(-2, -1), ends)
+        gate, up = rows.chunk(2, -1)
+        rows = product(F.silu(gate) * up, self.down.transpose(-2, -1), ends)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.shape[0])
+        return (rows * weights.reshape(-1)[order].unsqueeze(-1))[back].view(-1, self.k, x.shape[1]).sum(1)
+
+
+def test_experts_start_nothing_for_rows_without_one_nor_to_store_gradients():
+    model = ExpertsOfHuggingFace()
+    graphs = npu_graphs.trains_alike(model, torch.randn(13, 16, requires_grad=True), dtype=torch.bfloat16)
+    assert graphs.npu()["npu_grouped_matmul"] == 6 and graphs.unlowered() == []
+    calls = {side: calls for side, calls, _ in graphs}
+    for side, names in (("forward", ("aten.sort", "aten.masked_fill")), ("backward", ("aten.masked_fill",))):
+        assert not [n for n in names if n in calls[side]], calls[side]
+    assert calls["backward"].get("aten.clone", 0) == 0
+
+
 class Head(nn.Module):
     def __init__(self, reduction, vocab=150, hidden=16):
         super().__init__()

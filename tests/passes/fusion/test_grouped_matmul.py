@@ -48,6 +48,16 @@ def test_rows_without_a_group_are_zero_where_aten_leaves_them_undefined():
     assert y[5:].eq(0).all() and x.grad[5:].eq(0).all() and x.grad[:5].ne(0).any()
 
 
+def test_the_tail_is_promised_where_the_call_promises_it():
+    pytest.importorskip("transformers.integrations.moe", reason="needs Hugging Face transformers")
+    for dtype, is_promised in ((torch.bfloat16, False), (torch.float32, True)):
+        torch._dynamo.reset()
+        report = explain(grouped, torch.randn(8, 16).to(dtype), torch.randn(2, 16, 8).to(dtype), ends(3, 5))
+        text = next(r.after for r in report.graphs[0].runs if r.report.name == NAME)
+        call = next(line for line in text.splitlines() if "mindspeed.grouped_matmul" in line)
+        assert call.endswith(", False)") != is_promised, call
+
+
 def test_inductor_generates_code_around_it():
     x, w = torch.randn(24, 16).bfloat16().requires_grad_(), torch.randn(4, 32, 16).bfloat16().requires_grad_()
     f = lambda x, w, o: F.relu(F.grouped_mm(x * 2, w.transpose(1, 2), offs=o))  # noqa: E731

@@ -163,6 +163,19 @@ def test_nothing_is_left_of_the_sort():
     assert report.counts[NAME] == 0 and "2 choices per token; on cpu" in report.skipped(NAME)[0].reason
 
 
+def test_counts_of_a_sorted_list_read_the_list():
+    def f(x, indices):
+        experts, order = indices.flatten().sort()
+        return x[order // 2], torch.histc(experts.float(), bins=3, min=0, max=2)
+
+    x, indices = double(40, 3), torch.randint(0, 3, (40, 2))
+    report = explain(f, x, indices)
+    assert report.counts[NAME] == 1 and "aten.sort" not in after(report)
+    torch._dynamo.reset()
+    _, counts = torch.compile(f, backend="mindspeed", options={"codegen": "eager"})(x, indices)
+    assert torch.equal(counts, f(x, indices)[1])
+
+
 def test_an_order_that_is_used_elsewhere_too_is_made_stable():
     def f(x, indices):
         values, order = indices.flatten().sort()
