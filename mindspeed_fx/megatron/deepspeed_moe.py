@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mindspeed_fx.megatron.pieces import pieces_of
 from mindspeed_fx.megatron.sinkhorn import sinkhorn
 
 NAME = "deepspeed_moe"
@@ -83,7 +84,7 @@ def set_gates(model: Any, args: Namespace) -> None:
         args.ampipe_degree,
     )
     for layer in (m for m in model.modules() if isinstance(m, MoELayer)):
-        layer.deepspeed_gate = gate
+        layer.deepspeed_gate, layer.pieces = gate, pieces_of(args)
         router = layer.router
         if args.noisy_gate_policy == "Jitter":
             router.config = copy.copy(router.config)
@@ -108,8 +109,8 @@ def route(router: Any, gate: Gate, logits: Tensor, padding_mask: Tensor | None =
         padding_mask: must be None.
 
     Returns:
-        Weights [tokens, experts], and bool where a token goes; where tokens are dropped, every expert has as many as
-        its capacity, some with weight 0.
+        Weights [tokens, experts], and bool where a token goes; where tokens are dropped, every expert has as many of
+        every part as its capacity, some with weight 0.
 
     Raises:
         NotImplementedError: there is padding.
@@ -128,8 +129,10 @@ def route(router: Any, gate: Gate, logits: Tensor, padding_mask: Tensor | None =
         probs = router.attach_and_log_load_balancing_loss(
             probs, coefficient, loss * scaled, "load_balancing_loss", group
         )
-    rows = gate.rows(*kept.shape)
-    return probs, kept if rows is None else _filled(kept, rows)
+    if gate.factor is not None:
+        parts = kept.chunk(gate.parts)
+        kept = torch.cat([_filled(part, gate.capacity(*part.shape)) for part in parts])
+    return probs, kept
 
 
 def _route(router: Any, gate: Gate, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:

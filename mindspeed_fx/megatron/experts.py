@@ -123,13 +123,17 @@ def _backward_main_grad(ctx: Any, grad: Tensor) -> tuple:
 grouped_linear_main_grad.register_autograd(_backward_main_grad, setup_context=_setup_main_grad)
 
 
-def multiply_experts(x: Tensor, linears: list[Any], counts: Tensor) -> Tensor:
-    """The product of each expert's rows; gradients of weights go to ``main_grad`` where the layers say so."""
+def multiply_experts(x: Tensor, linears: list[Any], counts: Tensor, is_last: bool = True) -> Tensor:
+    """The product of each expert's rows; gradients of weights go to ``main_grad`` where the layers say so.
+
+    Args:
+        is_last: no later gradient of the weights comes in this backward; else nobody is told of this one.
+    """
     weights = [linear.weight for linear in linears]
     if not main_grad.adds_to_main_grad(linears[0].gradient_accumulation_fusion, weights):
         return grouped_linear(x, weights, counts)
-    keys = [gradient_ready.key_of(w) for w in weights]
-    dummy = any(main_grad.needs_dummy(w, key) for w, key in zip(weights, keys))
+    keys = [gradient_ready.key_of(w) if is_last else gradient_ready.NOBODY for w in weights]
+    dummy = is_last and any(main_grad.needs_dummy(w, key) for w, key in zip(weights, keys))
     return grouped_linear_main_grad(x, weights, counts, [w.main_grad for w in weights], dummy, keys)
 
 

@@ -22,6 +22,7 @@ from mindspeed_fx.megatron import (
     dispatch,
     experts,
     patches,
+    pipe_experts,
     square_root_router,
     zero_experts,
     zero_memory,
@@ -71,7 +72,9 @@ def _forward(self: Any, hidden_states: Tensor, padding_mask: Tensor | None) -> T
     if zero_experts.count_of(self):  # some of a token's experts are none of those that compute
         returned, probs, routing_map = zero_experts.split(self, tokens, probs, routing_map)
         dropless = False
-    if dispatch.is_needed(self):
+    if pipe_experts.is_ours(self):
+        summed = pipe_experts.routed(self, tokens, routing_map, probs)
+    elif dispatch.is_needed(self):
         summed = dispatch.routed(self, tokens, routing_map, probs, dropless)
     else:
         adaptive_memory.choose(self, routing_map.sum(0))

@@ -26,6 +26,10 @@ RUNS = {
     "sinkhorn": "--moe-use-sinkhorn --moe-train-capacity-factor 0.6",
     "parts": "--ampipe-degree 2 --moe-train-capacity-factor 0.75",
     "loss of balance": "--moe-train-capacity-factor 0.75 --moe-aux-loss-coeff 0.5",
+    "by experts": "--use-pipe-experts --moe-train-capacity-factor 0.75",
+    "by slices": "--use-pipe-experts --pipe-experts-multi-data 4 --moe-train-capacity-factor 0.75",
+    "by parts": "--ampipe-degree 2 --moe-train-capacity-factor 0.75",
+    "by parts and slices": "--use-pipe-experts --pipe-experts-multi-data 4 --ampipe-degree 2",
 }
 """Flags of the layer; the capacities drop tokens but where it says so."""
 
@@ -176,7 +180,7 @@ def worker(rank: int, store: str, words: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("run", ["two", "one, not dropped"])
+@pytest.mark.parametrize("run", ["two", "one, not dropped", *(r for r in RUNS if r.startswith("by "))])
 def test_experts_of_two_ranks(run, tmp_path):
     ranks.spawn(worker, (str(tmp_path / "store"), RUNS[run]))
 
