@@ -40,6 +40,7 @@ class Gate:
         is_noisy: with one expert, in training: the largest of the logits plus Gumbel noise, not of p.
         balances: logits go through Sinkhorn's iteration first.
         parts: of the sequence, each with a capacity of its own (Ampipe).
+        share: of the loss of balance that a call has: less than 1 where a call sees a part of the sequence.
     """
 
     topk: int
@@ -47,6 +48,7 @@ class Gate:
     is_noisy: bool = False
     balances: bool = False
     parts: int = 1
+    share: float = 1.0
 
     def capacity(self, tokens: int, experts: int) -> int | None:
         """Rows of an expert for ``tokens`` tokens of a part; None where none is dropped."""
@@ -72,8 +74,8 @@ def is_layer_ours(layer: Any) -> bool:
     return getattr(layer, "deepspeed_gate", None) is not None
 
 
-def set_gates(model: Any, args: Namespace) -> None:
-    """Give every layer of experts of a GPTModel, or of a stage of one, the gate that ``args`` ask for."""
+def set_gates(model: Any, args: Namespace) -> Gate:
+    """Give every layer of experts of a GPTModel, or of a stage of one, the gate that ``args`` ask for; returns it."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     gate = Gate(
@@ -94,6 +96,7 @@ def set_gates(model: Any, args: Namespace) -> None:
         if router.config.perform_initialization:  # as torch.nn.Linear starts
             bound = router.config.hidden_size**-0.5
             torch.nn.init.uniform_(router.weight, -bound, bound)
+    return gate
 
 
 def _set_jitter(router: Any, inputs: Any) -> None:
@@ -125,9 +128,10 @@ def route(router: Any, gate: Gate, logits: Tensor, padding_mask: Tensor | None =
     coefficient = router.get_aux_loss_coeff("aux_loss")
     if coefficient > 0 and gate.topk == 2 and router.training and torch.is_grad_enabled():
         loss = sum(loss for _, _, loss in routes) / gate.parts
-        group, scaled = router.tp_cp_group, coefficient / router.tp_cp_group.size()
+        tokens = round(probs.shape[0] / gate.share)
+        group, scaled = router.tp_cp_group, coefficient * gate.share / router.tp_cp_group.size()
         probs = router.attach_and_log_load_balancing_loss(
-            probs, coefficient, loss * scaled, "load_balancing_loss", group
+            probs, coefficient, loss * scaled, "load_balancing_loss", group, valid_token_count=tokens
         )
     if gate.factor is not None:
         parts = kept.chunk(gate.parts)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from mindspeed_fx.megatron import (
     adaptive_memory,
     alibi,
+    ampipe,
     biases,
     capacity,
     deepspeed_moe,
@@ -85,7 +86,7 @@ def add_parts(model: Any, args: Namespace) -> None:
     if getattr(args, "capacity_over_sequence", False):
         capacity.count_over_sequence(model)
     if getattr(args, "moe_model_type", None) == deepspeed_moe.NAME:
-        deepspeed_moe.set_gates(model, args)
+        ampipe.divide_layers(model, deepspeed_moe.set_gates(model, args))
     if getattr(args, "biased_softmax", False):
         zero_experts.add_zero_experts(model, args)
     if getattr(args, "enable_mla_scale_q_lora", False) or getattr(args, "enable_mla_scale_kv_lora", False):

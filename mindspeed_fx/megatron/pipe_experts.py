@@ -5,10 +5,11 @@ A rank has R ranks' rows for E experts, C of each, [E, R, C, hidden]. A piece is
 one expert or all, and of its capacity one of N slices. With exchange x, gather g over tensor-parallel ranks, product p
 and exchange back b the order is
 
-    x0 x1 x2 ..   g0   g1 p0   b0 g2 p1   b1 ..   bn            starts; a wait stands before the first use
+    x0 x1 x2 ..   g0   g1 p0   g2 p1 b0   ..   bn            starts; a wait stands before the first use
 
 and with ``--pipe-experts-multi-stream`` x0 g0 x1 g1 .., so that exchanges and gathers do not run at once on one link.
-The backward is in the opposite order (:mod:`mindspeed_fx.megatron.begun`). Rows are the ones of the layer without
+The backward is in the opposite order (:mod:`mindspeed_fx.megatron.begun`). Gathers and the sums after products wait
+where overlap.schedule has them wait; without it, at once. Rows are the ones of the layer without
 pieces, so that the values are, but for gradients of weights, which are sums over the pieces.
 """
 
@@ -20,8 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_fx.megatron import begun, dispatch, experts, groups, main_grad, zero_memory
-from mindspeed_fx.megatron.begun import EXCHANGE, GATHER, SCATTER
+from mindspeed_fx.megatron import begun, collectives, dispatch, experts, groups, main_grad, zero_memory
 from mindspeed_fx.training import gradient_ready
 
 
@@ -61,8 +61,13 @@ class Pipe:
         self.coming: list[Tensor] = []
         self.gathered: list[Tensor] = []
 
+    @property
+    def _starts_late(self) -> bool:
+        """Whether an exchange starts behind the gather before it."""
+        return self.pieces.alternates and self.pieces.parts == 1
+
     def send(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> None:
-        """Starts the exchanges of a part [tokens, ...].
+        """Starts the exchanges of a part [tokens, ...], but where they take turns with gathers.
 
         Raises:
             ValueError: more slices than rows of an expert.
@@ -76,9 +81,7 @@ class Pipe:
         token_of_row, share = dispatch.sort_by_expert(routing_map, probs, rows * routing_map.shape[1])
         self.ways.append((tokens, token_of_row, share))
         for piece in self._cut(tokens.index_select(0, token_of_row), rows):
-            self.coming.append(begun.begin(EXCHANGE, piece, self.exchanging))
-            if self.pieces.alternates:
-                self._gather(len(self.coming) - 1)
+            self.coming.append(piece if self._starts_late else begun.begin(piece, self.exchanging))
 
     def _cut(self, x: Tensor, rows: int) -> list[Tensor]:
         """x [ranks * local * rows, ...], sorted by expert -> pieces [ranks * n, ...]."""
@@ -95,28 +98,26 @@ class Pipe:
         return torch.cat(blocks, 1).flatten(0, 2)
 
     def _gather(self, index: int) -> None:
-        came = begun.wait(self.coming[index], EXCHANGE, self.exchanging)
-        self.gathered.append(begun.begin(GATHER, came, self.dividing))
+        coming = self.coming[index]
+        came = begun.wait(begun.begin(coming, self.exchanging) if self._starts_late else coming, self.exchanging)
+        self.gathered.append(collectives.gather_from_sequence_parallel_region(came, group=self.dividing))
 
     def results(self) -> list[Tensor]:
         """What the experts make of every part, [tokens, hidden]; each token's sum of its experts times its weights."""
-        going, last = [], len(self.coming) - 1
-        leaving: Tensor | None = None
+        going: list[Tensor] = []
+        last, ahead = len(self.coming) - 1, int(groups.size(self.dividing) > 1)
+        leaving: list[Tensor] = []
         for index in range(last + 1):
-            while len(self.gathered) <= min(index + 1, last):
+            while len(self.gathered) <= min(index + ahead, last):
                 self._gather(len(self.gathered))
-            rows = begun.wait(self.gathered[index], GATHER, self.dividing)
-            made = begun.begin(SCATTER, self._compute(index, rows), self.dividing)
-            if leaving is not None:
-                going.append(self._back(leaving))
-            leaving = made
-        going.append(self._back(leaving))
-        back = [begun.wait(x, EXCHANGE, self.exchanging) for x in going]
+            made = self._compute(index, self.gathered[index])
+            leaving.append(collectives.reduce_scatter_to_sequence_parallel_region(made, group=self.dividing))
+            if index >= ahead:
+                going.append(begun.begin(leaving[index - ahead], self.exchanging))
+        going += [begun.begin(x, self.exchanging) for x in leaving[len(going) :]]
+        back = [begun.wait(x, self.exchanging) for x in going]
         of_part = len(back) // len(self.ways)
         return [self._sum(*way, back[i * of_part : (i + 1) * of_part]) for i, way in enumerate(self.ways)]
-
-    def _back(self, x: Tensor) -> Tensor:
-        return begun.begin(EXCHANGE, begun.wait(x, SCATTER, self.dividing), self.exchanging)
 
     def _compute(self, index: int, rows: Tensor) -> Tensor:
         """The experts of piece ``index`` on ``rows`` [tensor-parallel ranks * ranks * n, hidden]."""

@@ -1,0 +1,162 @@
+"""DeepSpeed's experts of Megatron's layer over two gloo processes and a slow link: whole, in pieces, and in two parts.
+
+    python -m benchmarks.pipe_experts --rounds 7
+
+One step, forward and backward. The link is a process group whose exchanges end only as many seconds after their start,
+and after the end of the one before, as their bytes take, while the processor is free: an injected delay, not a network.
+Without it the exchanges of a step take no time but their own; with it as much as ``--share`` of the whole step's
+compute. Both graphs and eager layers; the pieces' order is the layer's, and overlap.schedule keeps or betters it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from benchmarks import common
+from benchmarks.overlap_gloo import Link
+
+RUNS = {
+    "whole": "",
+    "experts": "--use-pipe-experts",
+    "experts, 2 slices": "--use-pipe-experts --pipe-experts-multi-data 2",
+    "parts": "--ampipe-degree 2",
+}
+
+
+def install(link: Link) -> None:
+    """Put the link behind the exchanges of CPU tensors."""
+    functional = torch.library.Library("_c10d_functional", "IMPL")
+
+    def exchange(x, outputs, inputs, group):
+        out = x.new_empty(sum(outputs), *x.shape[1:])
+        link.works[out.data_ptr()] = dist.all_to_all_single(out, x, outputs, inputs, async_op=True)
+        link.started(out, x.numel() * x.element_size())
+        return out
+
+    def wait_tensor(x):
+        work = link.works.pop(x.data_ptr(), None)
+        if work is not None:
+            work.wait()
+            link.waited(x)
+        return x
+
+    functional.impl("all_to_all_single", exchange, "CPU", allow_override=True)
+    functional.impl("wait_tensor", wait_tensor, "CPU", allow_override=True)
+    link.library = functional  # the registrations live as long as this
+
+
+class Wire(Link):
+    """A link on which a byte takes ``delay`` seconds."""
+
+    sent = 0
+
+    def started(self, tensor: torch.Tensor, size: int = 0) -> None:
+        self.sent += size
+        self.free = max(self.free, time.perf_counter()) + self.delay * size
+        self.ends[tensor.data_ptr()] = self.free
+
+
+def build(words: str, args: argparse.Namespace):
+    """A transformer layer of Megatron's with DeepSpeed's experts on two ranks."""
+    from mindspeed_fx.megatron.model_parts import add_parts
+    from tests.megatron.flags.test_values import apply
+    from tests.megatron.gpt_models import tiny_gpt
+
+    given = apply(
+        f"--moe-model-type deepspeed_moe --num-experts {args.experts} --ffn-hidden-size {args.ffn} "
+        f"--seq-length {args.tokens} {words}"
+    )
+    model = tiny_gpt(
+        layers=1,
+        hidden=args.hidden,
+        heads=8,
+        kv_heads=8,
+        ffn=args.ffn,
+        experts=args.experts,
+        seq=args.tokens,
+        moe_expert_capacity_factor=1.0,
+        moe_pad_expert_input_to_capacity=True,
+        moe_token_dispatcher_type="alltoall",
+        moe_aux_loss_coeff=0.0,
+        expert_model_parallel_size=2,
+    )
+    add_parts(model, given)
+    layer = model.decoder.layers[0]
+    for n, parameter in enumerate(layer.parameters()):
+        torch.nn.init.normal_(parameter, std=0.05, generator=torch.Generator().manual_seed(n))
+    return layer
+
+
+def worker(rank: int, store: str, args: argparse.Namespace) -> None:
+    import logging
+    import warnings
+
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    import mindspeed_fx.megatron_adaptor
+
+    mindspeed_fx.megatron_adaptor.apply()
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    model_parallel_cuda_manual_seed(1)
+    link = Wire(0.0)
+    install(link)
+    hidden = torch.randn(args.tokens, 1, args.hidden, generator=torch.Generator().manual_seed(rank))
+    steps, same = {}, {}
+    for name, words in RUNS.items():
+        layer = build(words, args)
+        graph = torch.compile(layer, backend="mindspeed", options={"codegen": "eager"}, fullgraph=True)
+        for kind, call in (("eager", layer), ("graph", graph)):
+            torch._dynamo.reset()
+            steps[f"{name}, {kind}"] = make_step(call, layer, hidden)
+            same[f"{name}, {kind}"] = [x.detach().clone() for x in steps[f"{name}, {kind}"]()]
+    # parts have capacities of their own: other tokens are dropped
+    for name, results in same.items():
+        if not name.startswith("parts"):
+            torch.testing.assert_close(results, same["whole, eager"], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(same["parts, graph"], same["parts, eager"], rtol=1e-3, atol=1e-4)
+    compute = common.interleaved(steps, args.rounds, warmup=1)
+    link.sent = 0
+    steps["whole, graph"]()
+    alone = [statistics.median(compute["whole, graph"])]
+    dist.broadcast_object_list(alone, src=0)
+    sent, seconds_of_link = link.sent, args.share * alone[0]
+    link.delay = seconds_of_link / sent
+    times = common.interleaved(steps, args.rounds, warmup=1)
+    if rank == 0:
+        common.header(f"{vars(args)}: {sent / 2**20:.1f} MiB sent a step, {seconds_of_link * 1e3:.0f} ms")
+        print(f"{'':24}{'no delay':>12}{'slow link':>12}{'exposed':>12}   ms, medians; exposed: of what the link takes")
+        for name, seconds in times.items():
+            with_link, without = statistics.median(seconds), statistics.median(compute[name])
+            exposed = (with_link - without) / seconds_of_link
+            print(f"{name:24}{without * 1e3:12.1f}{with_link * 1e3:12.1f}{exposed:12.2f}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def make_step(call, layer, hidden):
+    leaves = list(layer.parameters())
+
+    def step():
+        dist.barrier()
+        out, _ = call(hidden, attention_mask=None, rotary_pos_emb=None)
+        return [out, *torch.autograd.grad(out.pow(2).mean(), leaves)]
+
+    return step
+
+
+if __name__ == "__main__":
+    arguments = common.arguments(rounds=7, hidden=512, ffn=1024, experts=4, tokens=1024, share=0.4)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(worker, args=(f"{folder}/store", arguments), nprocs=2)
