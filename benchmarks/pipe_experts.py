@@ -126,23 +126,40 @@ def worker(rank: int, store: str, args: argparse.Namespace) -> None:
         if not name.startswith("parts"):
             torch.testing.assert_close(results, same["whole, eager"], rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(same["parts, graph"], same["parts, eager"], rtol=1e-3, atol=1e-4)
-    compute = common.interleaved(steps, args.rounds, warmup=1)
     link.sent = 0
     steps["whole, graph"]()
-    alone = [statistics.median(compute["whole, graph"])]
+    sent = link.sent
+    alone = [statistics.median(common.interleaved({"whole": steps["whole, graph"]}, 3, warmup=1)["whole"])]
     dist.broadcast_object_list(alone, src=0)
-    sent, seconds_of_link = link.sent, args.share * alone[0]
-    link.delay = seconds_of_link / sent
-    times = common.interleaved(steps, args.rounds, warmup=1)
+    taken = args.share * alone[0]
+    both = {}
+    for name, step in steps.items():
+        both[name, False], both[name, True] = over(link, 0.0, step), over(link, taken / sent, step)
+    times = common.interleaved(both, args.rounds, warmup=1)
+    for seconds in times.values():  # the slower rank of a round counts
+        slowest = torch.tensor(seconds)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        seconds[:] = slowest.tolist()
     if rank == 0:
-        common.header(f"{vars(args)}: {sent / 2**20:.1f} MiB sent a step, {seconds_of_link * 1e3:.0f} ms")
+        common.header(f"{vars(args)}: {sent / 2**20:.1f} MiB sent a step, {taken * 1e3:.0f} ms")
         print(f"{'':24}{'no delay':>12}{'slow link':>12}{'exposed':>12}   ms, medians; exposed: of what the link takes")
-        for name, seconds in times.items():
-            with_link, without = statistics.median(seconds), statistics.median(compute[name])
-            exposed = (with_link - without) / seconds_of_link
-            print(f"{name:24}{without * 1e3:12.1f}{with_link * 1e3:12.1f}{exposed:12.2f}")
+        for name in steps:
+            pairs = zip(times[name, True], times[name, False], strict=True)
+            exposed = statistics.median(slow - fast for slow, fast in pairs) / taken
+            fast, slow = (statistics.median(times[name, delayed]) * 1e3 for delayed in (False, True))
+            print(f"{name:24}{fast:12.1f}{slow:12.1f}{exposed:12.2f}")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def over(link: Wire, delay: float, step):
+    """``step`` with so many seconds a byte."""
+
+    def run():
+        link.delay = delay
+        step()
+
+    return run
 
 
 def make_step(call, layer, hidden):
@@ -157,6 +174,6 @@ def make_step(call, layer, hidden):
 
 
 if __name__ == "__main__":
-    arguments = common.arguments(rounds=7, hidden=512, ffn=1024, experts=4, tokens=1024, share=0.4)
+    arguments = common.arguments(rounds=7, hidden=512, ffn=1024, experts=4, tokens=1024, share=0.5)
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(worker, args=(f"{folder}/store", arguments), nprocs=2)

@@ -64,8 +64,8 @@ def forward(
     given."""
     more.pop("dynamic_inference_decode_only", None)
     if any(value is not None for value in more.values()):
-        given = (hidden_states, attention_mask, context, context_mask, rotary_pos_emb)
-        return type(layer).forward(layer, *given, **more)
+        first = (hidden_states, attention_mask, context, context_mask, rotary_pos_emb)
+        return type(layer).forward(layer, *first, **more)
     moe = layer.mlp
     parts, ranks = moe.pieces.parts, groups.size(layer.self_attention.tp_group)
     query, key, value = _projections(layer, hidden_states, rotary_pos_emb)

@@ -20,6 +20,7 @@ from mindspeed_fx.megatron import (
     biases,
     capacity,
     deepspeed_moe,
+    group_limited_router,
     patches,
     rope_scaling,
     shortcut,
@@ -92,7 +93,11 @@ def add_parts(model: Any, args: Namespace) -> None:
     if getattr(args, "enable_mla_scale_q_lora", False) or getattr(args, "enable_mla_scale_kv_lora", False):
         _scale_latents(model, args)
     if getattr(args, "sparse_mixer", False):
-        _mix_sparsely(model)
+        _set_routing(model, sparse_mixer.route)
+    if settings := getattr(args, "group_limited", None):
+        _set_routing(
+            model, functools.partial(group_limited_router.route, groups=group_limited_router.Groups(*settings))
+        )
     if getattr(args, "fix_router", False):
         _fix_routers(model)
     if kind := getattr(args, "router_softmax_in_fp32", ""):
@@ -222,11 +227,12 @@ def _widen_softmaxes(model: Any, rounds: bool) -> None:
         router.routing = widened(router.routing)
 
 
-def _mix_sparsely(model: Any) -> None:
+def _set_routing(model: Any, route: Callable) -> None:
+    """``route(router, ...)`` as the choice of every router."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     for router in (m for m in model.modules() if isinstance(m, TopKRouter)):
-        router.routing = functools.partial(sparse_mixer.route, router)
+        router.routing = functools.partial(route, router)
 
 
 def in_turn(probs: Tensor, routing_map: Tensor, topk: int) -> tuple[Tensor, Tensor]:

@@ -57,7 +57,7 @@ class Pipe:
         self.exchanging, self.dividing = layer.ep_group, layer.token_dispatcher.tp_group
         self.ranks = groups.size(self.exchanging)
         self.local = len(layer.local_expert_indices)
-        self.ways: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.routes: list[tuple[Tensor, Tensor, Tensor]] = []
         self.coming: list[Tensor] = []
         self.gathered: list[Tensor] = []
 
@@ -79,7 +79,7 @@ class Pipe:
                 f"give {rows} or fewer"
             )
         token_of_row, share = dispatch.sort_by_expert(routing_map, probs, rows * routing_map.shape[1])
-        self.ways.append((tokens, token_of_row, share))
+        self.routes.append((tokens, token_of_row, share))
         for piece in self._cut(tokens.index_select(0, token_of_row), rows):
             self.coming.append(piece if self._starts_late else begun.begin(piece, self.exchanging))
 
@@ -110,14 +110,14 @@ class Pipe:
         for index in range(last + 1):
             while len(self.gathered) <= min(index + ahead, last):
                 self._gather(len(self.gathered))
-            made = self._compute(index, self.gathered[index])
-            leaving.append(collectives.reduce_scatter_to_sequence_parallel_region(made, group=self.dividing))
+            output = self._compute(index, self.gathered[index])
+            leaving.append(collectives.reduce_scatter_to_sequence_parallel_region(output, group=self.dividing))
             if index >= ahead:
                 going.append(begun.begin(leaving[index - ahead], self.exchanging))
         going += [begun.begin(x, self.exchanging) for x in leaving[len(going) :]]
         back = [begun.wait(x, self.exchanging) for x in going]
-        of_part = len(back) // len(self.ways)
-        return [self._sum(*way, back[i * of_part : (i + 1) * of_part]) for i, way in enumerate(self.ways)]
+        of_part = len(back) // len(self.routes)
+        return [self._sum(*route, back[i * of_part : (i + 1) * of_part]) for i, route in enumerate(self.routes)]
 
     def _compute(self, index: int, rows: Tensor) -> Tensor:
         """The experts of piece ``index`` on ``rows`` [tensor-parallel ranks * ranks * n, hidden]."""

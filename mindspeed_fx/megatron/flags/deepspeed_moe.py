@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import Any
 
-from mindspeed_fx.megatron import deepspeed_moe
+from mindspeed_fx.megatron import deepspeed_moe, pieces
 from mindspeed_fx.megatron.flags.flag import (
     COMPILER,
     OPTION,
     Flag,
     NotDone,
     count_layers,
-    enable,
     get,
     number,
     setting,
@@ -123,11 +121,22 @@ def _parts(args: Namespace) -> str:
         raise NotDone("--pipe-experts-multi-stream is about --sequence-parallel in MindSpeed; give both, or neither")
     if args.moe_no_drop:
         return "rows are known at run time: one exchange of them all, beside what is independent of it"
-    return "speed alone: overlap.decompose is on, and overlap.schedule orders the exchanges of a captured layer"
+    _check_pieces(args)
+    if not pieces.has_effect(args):
+        return (
+            f"no effect: {args.pipe_experts_multi_data} slices are no larger multiple of --ampipe-degree, as in "
+            "MindSpeed"
+        )
+    number = f"{args.pipe_experts_multi_data} slices of " if args.pipe_experts_multi_data > 1 else ""
+    return f"{number}every expert by itself, while others are exchanged"
 
 
-def _parts_options(args: Namespace) -> dict[str, Any]:
-    return enable("overlap.decompose")(args) if is_asked(args) and not args.moe_no_drop else {}
+def _check_pieces(args: Namespace) -> None:
+    """Refuses what layers in pieces have not."""
+    if get(args, "moe_zero_memory", "disable") != "disable":
+        raise NotDone("its rows are exchanged in pieces, which are not made again; remove --moe-zero-memory")
+    if get(args, "moe_apply_probs_on_input"):
+        raise NotDone("rows are weighted when they are back; remove --moe-apply-probs-on-input")
 
 
 def _ampipe(args: Namespace) -> str:
@@ -144,9 +153,26 @@ def _ampipe(args: Namespace) -> str:
     ranks = cp * (get(args, "tensor_model_parallel_size", 1) if get(args, "sequence_parallel") else 1)
     if args.seq_length % (degree * ranks):
         raise NotDone(f"--seq-length {args.seq_length} is not divided by {degree} parts on {ranks} ranks")
-    return f"the gate's capacity counts each of {degree} parts of a rank's tokens; the compiler orders the rest"
+    text = f"the gate's capacity counts each of {degree} parts of a rank's tokens"
+    if args.moe_no_drop:
+        return text
+    _check_pieces(args)
+    whole = [f"--{name.replace('_', '-')}" for name in WHOLE if get(args, name)]
+    if get(args, "recompute_granularity") == "selective":
+        whole.append("--recompute-granularity selective")
+    if cp > 1 or whole:
+        return f"{text}, and experts work part by part; attention whole ({', '.join(whole) or 'context parallelism'})"
+    return f"{text}; attention and experts work part by part, while others are exchanged"
 
 
+WHOLE = (
+    "multi_latent_attention",
+    "experimental_attention_variant",
+    "window_size",
+    "attention_output_gate",
+    "no_rope_freq",
+)
+"""Arguments with which attention is not divided into parts."""
 NO_EFFECT = f"no effect without {TYPE} {deepspeed_moe.NAME}"
 
 FLAGS: list[Flag] = [
@@ -212,10 +238,10 @@ FLAGS: list[Flag] = [
         "--use-pipe-experts",
         OPTION,
         "deepspeed_moe: experts computed in parts beside the all-to-all",
-        "speed alone: pass overlap.decompose is on where rows are of a fixed capacity, and overlap.schedule orders the "
-        "exchanges of a captured layer; each of them is one",
+        "each expert, or a slice of its capacity, is exchanged and computed by itself: the exchange of one starts "
+        "before the product of the one before it, in the backward too",
         act=_parts,
-        options=_parts_options,
+        shown_by="test_deepspeed_moe.py::test_experts_of_two_ranks",
     ),
     setting("--pipe-experts-multi-data", "--use-pipe-experts", 1),
     setting("--pipe-experts-multi-stream", "--use-pipe-experts"),
@@ -224,7 +250,8 @@ FLAGS: list[Flag] = [
         1,
         OPTION,
         "deepspeed_moe: attention and experts in parts of the sequence",
-        "the gate's capacity counts the tokens of a part; which collective runs beside which product is the compiler's",
+        "the gate's capacity counts the tokens of a part, whose exchange starts before the attention of the next one; "
+        "attention stays whole where it is latent or has a window, and with context parallelism",
         act=_ampipe,
         shown_by="test_deepspeed_moe.py::test_a_layer_by_formula",
     ),

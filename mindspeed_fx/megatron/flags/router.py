@@ -12,6 +12,8 @@ from typing import Any
 from mindspeed_fx.megatron.flags.flag import MEGATRON, OPTION, REFUSED, Flag, NotDone, added, get, number, switch
 
 TYPE = "--moe-router-load-balancing-type"
+GROUP_LIMITED = "group_limited_greedy"
+DEVICE_LOSSES = ("moe_device_level_aux_loss_coeff", "moe_comm_aux_loss_coeff")
 
 
 def _is_plain(args: Namespace, kind: str) -> None:
@@ -116,11 +118,46 @@ def _pai(args: Namespace) -> str:
     )
 
 
+def _group_limited(args: Namespace) -> str:
+    """DeepSeek-V2's router (:mod:`mindspeed_fx.megatron.group_limited_router`)."""
+    _is_plain(args, "group_limited_greedy")
+    experts, chosen = get(args, "num_experts"), get(args, "moe_router_group_topk")
+    number = get(args, "moe_router_num_groups") or get(args, "expert_model_parallel_size", 1)
+    if not experts:
+        return "no effect without experts"
+    if chosen is None or get(args, "moe_router_topk_scaling_factor") is None:
+        raise NotDone("as in MindSpeed-LLM it needs --moe-router-group-topk and --moe-router-topk-scaling-factor")
+    if experts % number or chosen > number or get(args, "moe_router_topk", 2) > experts // number * chosen:
+        raise NotDone(
+            f"{experts} experts in {number} groups (--moe-router-num-groups, or the ranks of experts), of which a "
+            f"token sees {chosen}: give groups of one size, no more for a token than there are, and as many experts in "
+            "them as --moe-router-topk"
+        )
+    has_sum = get(args, "norm_topk_prob") and get(args, "moe_router_topk", 2) > 1
+    coefficients = [get(args, name, 0.0) or 0.0 for name in ("moe_aux_loss_coeff", *DEVICE_LOSSES)]
+    args.group_limited = (
+        number,
+        chosen,
+        None if has_sum else args.moe_router_topk_scaling_factor,
+        tuple(coefficients),
+        bool(args.seq_aux),
+    )
+    said = _set(
+        args,
+        moe_router_load_balancing_type="aux_loss",
+        moe_router_pre_softmax=True,  # not read; Megatron refuses one expert without it
+        moe_router_num_groups=None,
+        moe_router_group_topk=None,
+        moe_router_topk_scaling_factor=None,
+    )
+    return f"{chosen} of {number} groups by their best expert; {said}"
+
+
 def _normalize(args: Namespace) -> str:
     """--norm-topk-prob: the weights of the k experts add up to 1, also where a scale was given."""
     kind = get(args, "moe_router_load_balancing_type", "aux_loss")
-    if kind == "softmax_topk":
-        return "read by softmax_topk"
+    if kind in ("softmax_topk", GROUP_LIMITED) or get(args, "group_limited"):
+        return f"read by {GROUP_LIMITED if kind != 'softmax_topk' else kind}"
     if kind != "aux_loss":
         return f"type {kind} does not read it, as in MindSpeed-LLM"
     if get(args, "moe_expert_capacity_factor") is not None:
@@ -131,8 +168,10 @@ def _normalize(args: Namespace) -> str:
 
 
 def _sequence_loss(args: Namespace) -> str:
-    """--seq-aux is read by type none (and group_limited_greedy, which is refused)."""
+    """--seq-aux is read by types none and group_limited_greedy."""
     kind = get(args, "moe_router_load_balancing_type", "aux_loss")
+    if kind == GROUP_LIMITED or get(args, "group_limited"):
+        return f"read by {GROUP_LIMITED}"
     if kind != "none":
         return f"type {kind} does not read it, as in MindSpeed-LLM"
     if not get(args, "moe_aux_loss_coeff"):
@@ -146,8 +185,8 @@ def _float32_softmax(args: Namespace) -> str:
     kind = get(args, "moe_router_load_balancing_type", "aux_loss")
     if get(args, "moe_router_score_function", "softmax") != "softmax":
         return "no effect without softmax"
-    if kind == "softmax_topk":
-        return "type softmax_topk does not read it, as in MindSpeed-LLM"
+    if kind in ("softmax_topk", GROUP_LIMITED) or get(args, "group_limited"):
+        return f"type {kind} does not read it, as in MindSpeed-LLM"
     if _is_wide(args):
         return "the router computes in float32: the softmax too"
     if kind == "aux_loss" and get(args, "norm_topk_prob"):
@@ -174,7 +213,9 @@ def _no_loss(attribute: str) -> Any:
     def act(args: Namespace) -> str:
         if not getattr(args, attribute):
             return "its coefficient is 0: no loss"
-        raise NotDone(f"Megatron has no loss over devices; remove it, or give {TYPE} seq_aux_loss")
+        if get(args, "moe_router_load_balancing_type") == GROUP_LIMITED or get(args, "group_limited"):
+            return f"read by {GROUP_LIMITED}"
+        raise NotDone(f"{GROUP_LIMITED} alone has a loss over devices; remove it, or give {TYPE} {GROUP_LIMITED}")
 
     return act
 
@@ -237,18 +278,18 @@ FLAGS: list[Flag] = [
     number(
         "--moe-device-level-aux-loss-coeff",
         0.0,
-        MEGATRON,
+        OPTION,
         "a loss over devices",
-        "an error above 0: Megatron has none",
+        "that of type group_limited_greedy; an error above 0 with another",
         act=_no_loss("moe_device_level_aux_loss_coeff"),
         llm=True,
     ),
     number(
         "--moe-comm-aux-loss-coeff",
         0.0,
-        MEGATRON,
+        OPTION,
         "a loss over messages",
-        "an error above 0: Megatron has none",
+        "that of type group_limited_greedy; an error above 0 with another",
         act=_no_loss("moe_comm_aux_loss_coeff"),
         llm=True,
     ),
@@ -301,10 +342,13 @@ FLAGS: list[Flag] = [
     ),
     added(
         TYPE,
-        "group_limited_greedy",
-        REFUSED,
+        GROUP_LIMITED,
+        OPTION,
         "groups chosen by their best expert, losses over devices and messages",
-        f"Megatron's `{TYPE} seq_aux_loss --moe-router-num-groups --moe-router-group-topk` chooses groups by a sum",
+        "routers that choose so (megatron.group_limited_router); groups are --moe-router-num-groups, or the ranks of "
+        "experts; losses count the tokens of all ranks that share a sequence, MindSpeed-LLM's a rank's own",
+        act=_group_limited,
+        shown_by="test_group_limited.py::test_a_router_by_formula",
         llm=True,
     ),
     added(

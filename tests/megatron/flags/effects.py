@@ -32,6 +32,10 @@ DELTA_SETS = dict(
 )
 LLAMA3 = "--rope-scaling-type llama3 --low-freq-factor 1 --high-freq-factor 4 --original-max-position-embeddings 8192"
 PRE = "--moe-router-load-balancing-type"
+LIMITED = (
+    f"{PRE} group_limited_greedy --num-experts 8 --moe-router-topk 3 --moe-router-num-groups 4 "
+    "--moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5"
+)
 CONTEXT = dict(says="context parallel size 1")
 SPEED = dict(says="overlap.schedule")
 EXCHANGED = "--moe-token-dispatcher-type alltoall"
@@ -282,9 +286,24 @@ EXPERTS = {
         (REVERT, dict(says="read by softmax_topk alone")),
     ],
     "--moe-device-level-aux-loss-coeff": [
-        ("--moe-device-level-aux-loss-coeff 0.1", dict(error="no loss over devices"))
+        ("--moe-device-level-aux-loss-coeff 0.1", dict(error="alone has a loss over devices")),
+        (f"--moe-device-level-aux-loss-coeff 0.1 {LIMITED}", dict(says="read by group_limited_greedy")),
     ],
-    "--moe-comm-aux-loss-coeff": [("--moe-comm-aux-loss-coeff 0.1", dict(error="no loss over devices"))],
+    "--moe-comm-aux-loss-coeff": [
+        ("--moe-comm-aux-loss-coeff 0.1", dict(error="alone has a loss over devices")),
+        (f"--moe-comm-aux-loss-coeff 0.1 {LIMITED}", dict(says="read by group_limited_greedy")),
+    ],
+    f"{PRE} group_limited_greedy": [
+        (LIMITED, dict(moe_router_load_balancing_type="aux_loss", moe_router_group_topk=None)),
+        (
+            f"{LIMITED} --norm-topk-prob --seq-aux --moe-aux-loss-coeff 0.1",
+            dict(group_limited=(4, 2, None, (0.1, 0.0, 0.0), True)),
+        ),
+        (f"{LIMITED} --moe-expert-capacity-factor 1.5", dict(error="drops no token")),
+        (LIMITED.replace("group-topk 2", "group-topk 5"), dict(error="8 experts in 4 groups")),
+        (f"{PRE} group_limited_greedy --num-experts 8", dict(error="it needs --moe-router-group-topk")),
+        (f"{PRE} group_limited_greedy", dict(says="no effect without experts")),
+    ],
     "--moe-token-dispatcher-type alltoall_seq": [
         ("--moe-token-dispatcher-type alltoall_seq", dict(moe_token_dispatcher_type="alltoall")),
         (

@@ -31,9 +31,6 @@ REFUSED = {
     "--moe-router-load-balancing-type global_aux_loss": """
     --use-global-aux-loss
     """,
-    "--moe-router-load-balancing-type seq_aux_loss": """
-    --moe-router-load-balancing-type=group_limited_greedy
-    """,
     "--moe-router-dtype fp32": """
     --moe-router-dtype=fp8
     """,

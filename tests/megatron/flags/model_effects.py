@@ -115,7 +115,6 @@ BIASED = [
 DEEPSPEED = "--moe-model-type deepspeed_moe --num-experts 4"
 NO_DEEPSPEED = dict(says="no effect without --moe-model-type deepspeed_moe")
 EVERY_SECOND = dict(moe_layer_freq=[0, 1, 0, 1])
-DECOMPOSED = dict(says="overlap.decompose", options={"enable": ["overlap.decompose"]})
 DROPS = dict(moe_expert_capacity_factor=1.5, moe_pad_expert_input_to_capacity=True, use_legacy_models=False)
 DEEPSPEED_MOE = {
     "--moe-model-type": [
@@ -161,7 +160,13 @@ DEEPSPEED_MOE = {
         ("--expert-interval 3", NO_DEEPSPEED),
     ],
     "--use-pipe-experts": [
-        (f"--use-pipe-experts {DEEPSPEED}", DECOMPOSED),
+        (f"--use-pipe-experts {DEEPSPEED}", dict(says="every expert by itself", options={})),
+        (f"--use-pipe-experts --pipe-experts-multi-data 4 {DEEPSPEED}", dict(says="4 slices of every expert")),
+        (
+            f"--use-pipe-experts --pipe-experts-multi-data 3 --ampipe-degree 2 {DEEPSPEED}",
+            dict(says="3 slices are no larger multiple"),
+        ),
+        (f"--use-pipe-experts --moe-zero-memory level0 {DEEPSPEED}", dict(error="remove --moe-zero-memory")),
         (f"--use-pipe-experts {DEEPSPEED} --moe-no-drop", dict(says="one exchange", options={})),
         (f"--use-pipe-experts --pipe-experts-multi-data 0 {DEEPSPEED}", dict(error="--pipe-experts-multi-data is 0")),
         (f"--use-pipe-experts --pipe-experts-multi-stream {DEEPSPEED}", dict(error="--sequence-parallel in MindSpeed")),
@@ -169,6 +174,8 @@ DEEPSPEED_MOE = {
     ],
     "--ampipe-degree": [
         (f"--ampipe-degree 4 {DEEPSPEED}", dict(says="each of 4 parts")),
+        (f"--ampipe-degree 2 {DEEPSPEED} --moe-no-drop", dict(says="each of 2 parts of a rank's tokens")),
+        (f"--ampipe-degree 2 {DEEPSPEED} --context-parallel-size 2", dict(says="attention whole (context")),
         ("--ampipe-degree 1", dict(says="one part")),
         ("--ampipe-degree 2", dict(error="give --moe-model-type deepspeed_moe")),
         (f"--ampipe-degree 0 {DEEPSPEED}", dict(error="0 is no number of parts")),
