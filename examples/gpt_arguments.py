@@ -38,7 +38,7 @@ TRAINING = {
     "lr": 1.5e-3,
     "min_lr": 1.5e-4,
     "lr_decay_style": "cosine",
-    "lr_warmup_iters": 40,
+    "lr_warmup_iters": (int, "default: a tenth of --train-iters"),
     "weight_decay": 0.1,
     "adam_beta1": 0.9,
     "adam_beta2": 0.95,
@@ -132,6 +132,8 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
     if args.num_query_groups is None:
         args.num_query_groups = args.num_attention_heads if args.multi_latent_attention else 2
     check_sizes(args)
+    if args.lr_warmup_iters is None:
+        args.lr_warmup_iters = args.train_iters // 10
     if args.overlap_grad_reduce is None:
         args.overlap_grad_reduce = args.backend != "inductor" and args.replicas > 1
     if args.overlap_param_gather is None:
@@ -212,8 +214,11 @@ def check_training(args: argparse.Namespace) -> None:
             f"--num-virtual-stages-per-pipeline-rank needs a multiple of {args.pipeline_model_parallel_size} "
             f"micro-batches in a step, and --global-batch-size {args.global_batch_size} gives {micro_batches}"
         )
-    if args.lr_warmup_iters >= args.train_iters:
-        fail(f"--lr-warmup-iters {args.lr_warmup_iters} leaves nothing of --train-iters {args.train_iters}")
+    if not 0 <= args.lr_warmup_iters < args.train_iters:
+        fail(
+            f"--lr-warmup-iters {args.lr_warmup_iters} leaves nothing of --train-iters {args.train_iters}; give 0 to "
+            f"{args.train_iters - 1}, or neither flag: then it is a tenth"
+        )
     if args.min_lr > args.lr:
         fail(f"--min-lr {args.min_lr} is above --lr {args.lr}")
     if args.multi_latent_attention and args.num_query_groups != args.num_attention_heads:

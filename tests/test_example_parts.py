@@ -183,7 +183,11 @@ def parse(monkeypatch, words, ranks=1):
         ("--num-experts 4 --moe-router-topk 5", 1, "--moe-router-topk 5 is more than --num-experts 4"),
         ("--num-experts 4 --tensor-model-parallel-size 2", 2, "needs --sequence-parallel"),
         ("--global-batch-size 5", 1, "--global-batch-size 5 cannot be divided by --micro-batch-size 2 x 1"),
-        ("--train-iters 40", 1, "--lr-warmup-iters 40 leaves nothing of --train-iters 40"),
+        (
+            "--train-iters 40 --lr-warmup-iters 40",
+            1,
+            "--lr-warmup-iters 40 leaves nothing of --train-iters 40; give 0 to 39, or neither flag",
+        ),
         ("--min-lr 1", 1, "--min-lr 1.0 is above --lr 0.0015"),
         ("--multi-latent-attention --num-query-groups 2", 1, "leave --num-query-groups away"),
         ("--overlap-param-gather --no-overlap-grad-reduce", 2, "--overlap-param-gather needs"),
@@ -209,6 +213,7 @@ def test_defaults_that_depend_on_others(monkeypatch):
     assert two.overlap_grad_reduce and two.overlap_param_gather and two.use_distributed_optimizer
     assert not parse(monkeypatch, "--no-use-distributed-optimizer", 2).overlap_param_gather
     assert not parse(monkeypatch, "--backend inductor", 2).overlap_grad_reduce
+    assert [parse(monkeypatch, f"--train-iters {n}").lr_warmup_iters for n in (1, 10, 400)] == [0, 1, 40]
     assert (alone.num_query_groups, parse(monkeypatch, "--multi-latent-attention").num_query_groups) == (2, 6)
     assert parse(monkeypatch, "--context-parallel-size 2 --tensor-model-parallel-size 2", 8).data_parallel_size == 2
 

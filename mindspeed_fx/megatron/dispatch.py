@@ -32,7 +32,20 @@ def routed(layer: Any, tokens: Tensor, routing_map: Tensor, probs: Tensor, dropl
     """
     if layer.config.moe_token_dispatcher_type == "allgather":
         return _by_gathering(layer, tokens, routing_map, probs)
-    coming, sent, received = _exchange_counts(layer, routing_map)
+    return exchanged(layer, tokens, routing_map, probs, *_exchange_counts(layer, routing_map), dropless)
+
+
+def exchanged(
+    layer: Any,
+    tokens: Tensor,
+    routing_map: Tensor,
+    probs: Tensor,
+    coming: Tensor,
+    sent: list[int],
+    received: list[int],
+    dropless: bool = False,
+) -> Tensor:
+    """:func:`routed` by the dispatcher "alltoall", with the numbers of rows of :func:`sizes`."""
     exchange = _Exchange(layer.token_dispatcher, sent, received)
     if zero_memory.level_of(layer) == zero_memory.LEVEL1 and torch.compiler.is_compiling():
         exchange.move = collectives.plain_all_to_all
@@ -149,20 +162,34 @@ def _exchange_counts(layer: Any, routing_map: Tensor) -> tuple[Tensor, list[int]
     """Rows that come from each rank for each expert here, [ranks, experts]; rows sent to each rank; rows that come from
     each.
     """
-    dispatcher, here = layer.token_dispatcher, _local_experts(layer)
-    ranks, parts = dispatcher.tp_ep_group.size(), groups.size(dispatcher.tp_group)
-    padded = capacity(layer, routing_map)
+    here, group = _local_experts(layer), layer.token_dispatcher.tp_ep_group
+    ranks, padded = group.size(), capacity(layer, routing_map)
     if padded is not None:
         number = here.stop - here.start
         coming = torch.full((ranks, number), padded, device=routing_map.device)
         return coming, [padded * number] * ranks, [padded * number] * ranks
     counts = routing_map.sum(0)
-    of_ranks = collectives.gather(counts, dispatcher.tp_ep_group).view(ranks, -1)
+    of_ranks = collectives.gather(counts, group).view(ranks, -1)
     adaptive_memory.choose(layer, of_ranks.sum(0))
-    coming = of_ranks[:, here]
+    return sizes(layer, of_ranks, counts)[:3]
+
+
+def sizes(
+    layer: Any, of_ranks: Tensor, counts: Tensor, more: Tensor | None = None
+) -> tuple[Tensor, list[int], list[int], list[int]]:
+    """Rows that come from each rank for each expert here, [ranks, experts]; rows sent to each rank; rows that come from
+    each; and ``more``: the last three on the host, by one copy.
+
+    Args:
+        of_ranks: rows of each rank for each expert, [ranks, all experts].
+        counts: those of this rank, [all experts].
+        more: further numbers, [n].
+    """
+    parts, ranks = groups.size(layer.token_dispatcher.tp_group), of_ranks.shape[0]
+    coming = of_ranks[:, _local_experts(layer)]
     leaving = counts.view(ranks // parts, -1).sum(1).repeat_interleave(parts)
-    sizes = _on_host(torch.cat([leaving, coming.sum(1)]))
-    return coming, sizes[:ranks], sizes[ranks:]
+    numbers = _on_host(torch.cat([leaving, coming.sum(1), *([] if more is None else [more])]))
+    return coming, numbers[:ranks], numbers[ranks : 2 * ranks], numbers[2 * ranks :]
 
 
 def sort_by_expert(routing_map: Tensor, probs: Tensor, rows: int) -> tuple[Tensor, Tensor]:

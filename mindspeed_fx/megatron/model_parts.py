@@ -21,6 +21,7 @@ from mindspeed_fx.megatron import (
     capacity,
     deepspeed_moe,
     group_limited_router,
+    hot_experts,
     patches,
     rope_scaling,
     shortcut,
@@ -109,6 +110,8 @@ def add_parts(model: Any, args: Namespace) -> None:
         zero_memory.set_levels(model, args)
     if getattr(args, "moe_adaptive_recompute_activation", False):
         adaptive_memory.prepare(model, args)
+    if getattr(args, "balanced_moe_experts", False):
+        hot_experts.prepare(model, args)
     if getattr(args, "full_attention_interval", 0):
         _change_delta_nets(model)
     if getattr(args, "add_rmsnorm_offset", False):  # MindSpeed-LLM's weights start at one, Megatron's at zero

@@ -21,6 +21,7 @@ from mindspeed_fx.megatron import (
     collectives,
     dispatch,
     experts,
+    hot_experts,
     patches,
     pipe_experts,
     square_root_router,
@@ -74,6 +75,8 @@ def _forward(self: Any, hidden_states: Tensor, padding_mask: Tensor | None) -> T
         dropless = False
     if pipe_experts.is_ours(self):
         summed = pipe_experts.routed(self, tokens, routing_map, probs)
+    elif hot_experts.count_of(self):
+        summed = hot_experts.routed(self, tokens, routing_map, probs)
     elif dispatch.is_needed(self):
         summed = dispatch.routed(self, tokens, routing_map, probs, dropless)
     else:

@@ -28,6 +28,7 @@ from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
     main_grad_npu,
     missing,
     moe,
+    muon,
     norm,
     offload,
     optimizer,
@@ -64,6 +65,7 @@ def table() -> list[Patch]:
         + torch_fsdp2.table()
         + _data_parallel()
         + _optimizers()
+        + muon.table()
         + _without_transformer_engine()
         + gated_delta_net.table(_has_transformer_engine())
         + _in_graph()

@@ -6,6 +6,7 @@ from argparse import Namespace
 
 from mindspeed_fx.megatron.flags.flag import (
     MEGATRON,
+    OPTION,
     REFUSED,
     NotDone,
     count_layers,
@@ -70,6 +71,40 @@ def _gate(args: Namespace) -> str:
     return "moe_shared_expert_gate = True"
 
 
+def _hot(args: Namespace) -> str:
+    """--balanced-moe-experts (:mod:`mindspeed_fx.megatron.hot_experts`)."""
+    experts, ranks = get(args, "num_experts"), get(args, "expert_model_parallel_size", 1)
+    if not experts or ranks == 1:
+        return "no effect without experts on other ranks"
+    number, local = args.balanced_moe_hot_expert_num, experts // ranks
+    if not 0 < number <= local:
+        raise NotDone(
+            f"{number} copies, and a rank has {local} experts; give --balanced-moe-hot-expert-num 1 to {local}"
+        )
+    if args.trans_hot_expert_group_num < 1:
+        raise NotDone(f"--trans-hot-expert-group-num is {args.trans_hot_expert_group_num}; give 1 or more")
+    if get(args, "moe_token_dispatcher_type") != "alltoall":
+        raise NotDone("tokens are exchanged; give --moe-token-dispatcher-type alltoall")
+    if (get(args, "expert_tensor_parallel_size") or get(args, "tensor_model_parallel_size", 1)) > 1:
+        raise NotDone("experts are not divided; give --expert-tensor-parallel-size 1")
+    for flag in NOT_BESIDE_HOT:
+        if get(args, flag) not in (None, False, "disable"):
+            raise NotDone(f"--{flag.replace('_', '-')} beside it; remove one of the two")
+    if get(args, "add_bias_linear"):
+        raise NotDone("copies have no bias; give --disable-bias-linear")
+    args.gradient_accumulation_fusion = False
+    return f"tokens of the {number} busiest experts stay on their ranks; gradient_accumulation_fusion = False"
+
+
+NOT_BESIDE_HOT = (
+    "moe_zero_memory",
+    "moe_adaptive_recompute_activation",
+    "moe_apply_probs_on_input",
+    "gemm_gradient_accumulation_fusion",
+    "moe_latent_size",
+)
+"""Arguments that balanced experts are not done with."""
+
 FLAGS = [
     number(
         "--first-k-dense-replace",
@@ -107,7 +142,16 @@ FLAGS = [
         act=lambda args: "read by --shared-expert-gate",
         llm=True,
     ),
-    switch("--balanced-moe-experts", REFUSED, "copies of experts with many tokens", PLACEMENT, skip=True),
+    switch(
+        "--balanced-moe-experts",
+        OPTION,
+        "copies of experts with many tokens",
+        "a rank keeps its tokens of the busiest experts, on copies of their weights, chosen in every layer and call; "
+        "copies are one sum over ranks for each of the two weights, whatever --trans-hot-expert-group-num",
+        act=_hot,
+        skip=True,
+        shown_by="test_hot_experts.py::test_two_ranks",
+    ),
     setting("--balanced-moe-hot-expert-num", "--balanced-moe-experts", 3),
     setting("--trans-hot-expert-group-num", "--balanced-moe-experts", 3),
     switch("--enable-expert-placement", REFUSED, "experts placed by their tokens", PLACEMENT, skip=True),

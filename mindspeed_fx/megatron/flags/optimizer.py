@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from argparse import Namespace
 
 from mindspeed_fx.megatron.flags.flag import (
@@ -59,10 +60,13 @@ def _narrow_moments(args: Namespace) -> str:
     return "Adam's moments in bfloat16 between steps"
 
 
-def _quintic(args: Namespace) -> str:
-    if args.muon_coefficient_type != "quintic":
-        raise NotDone("Megatron's coefficients are quintic; remove the flag")
-    return "quintic, as Megatron has it"
+def _coefficients(args: Namespace) -> str:
+    kind = args.muon_coefficient_type
+    if "muon" not in get(args, "optimizer", "adam"):
+        return "no effect without --optimizer muon"
+    if importlib.util.find_spec("emerging_optimizers") is not None and kind != "quintic":
+        raise NotDone("Megatron's own Muon, by the package emerging_optimizers, has quintic alone; remove one of them")
+    return f"{kind} coefficients of mindspeed_fx's Muon" if kind != "quintic" else "quintic, as Megatron has it"
 
 
 def _scalar(args: Namespace) -> str:
@@ -102,10 +106,12 @@ FLAGS = [
     word(
         "--muon-coefficient-type",
         "quintic",
-        MEGATRON,
+        OPTION,
         "coefficients of Muon's iteration",
-        "quintic is Megatron's; others are an error",
-        act=_quintic,
+        "those of mindspeed_fx's Muon, which stands for emerging_optimizers'; quintic is Megatron's",
+        choices=("simple", "quintic", "polar_express", "aol"),
+        act=_coefficients,
+        shown_by="test_muon.py::test_newton_schulz_by_formula",
     ),
     word(
         "--muon-scalar-optimizer",

@@ -32,6 +32,7 @@ DELTA_SETS = dict(
 )
 LLAMA3 = "--rope-scaling-type llama3 --low-freq-factor 1 --high-freq-factor 4 --original-max-position-embeddings 8192"
 PRE = "--moe-router-load-balancing-type"
+HOT = "--balanced-moe-experts --num-experts 8 --expert-model-parallel-size 2 --disable-bias-linear"
 LIMITED = (
     f"{PRE} group_limited_greedy --num-experts 8 --moe-router-topk 3 --moe-router-num-groups 4 "
     "--moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5"
@@ -292,6 +293,27 @@ EXPERTS = {
     "--moe-comm-aux-loss-coeff": [
         ("--moe-comm-aux-loss-coeff 0.1", dict(error="alone has a loss over devices")),
         (f"--moe-comm-aux-loss-coeff 0.1 {LIMITED}", dict(says="read by group_limited_greedy")),
+    ],
+    "--balanced-moe-experts": [
+        (
+            f"{HOT} --moe-token-dispatcher-type alltoall",
+            dict(gradient_accumulation_fusion=False, says="of the 3 busiest"),
+        ),
+        (HOT, dict(error="give --moe-token-dispatcher-type alltoall")),
+        (
+            f"{HOT} --moe-token-dispatcher-type alltoall --balanced-moe-hot-expert-num 5",
+            dict(error="a rank has 4 experts"),
+        ),
+        (f"{HOT} --moe-token-dispatcher-type alltoall --trans-hot-expert-group-num 0", dict(error="give 1 or more")),
+        (
+            f"{HOT} --moe-token-dispatcher-type alltoall --moe-zero-memory level0",
+            dict(error="--moe-zero-memory beside it"),
+        ),
+        (
+            f"{HOT} --moe-token-dispatcher-type alltoall --tensor-model-parallel-size 2 --sequence-parallel",
+            dict(error="give --expert-tensor-parallel-size 1"),
+        ),
+        ("--balanced-moe-experts", dict(says="no effect without experts on other ranks")),
     ],
     f"{PRE} group_limited_greedy": [
         (LIMITED, dict(moe_router_load_balancing_type="aux_loss", moe_router_group_topk=None)),
@@ -663,8 +685,9 @@ KERNELS = {
     ],
     "--muon-nesterov": [("--muon-nesterov", dict(muon_use_nesterov=True))],
     "--muon-coefficient-type": [
-        ("--muon-coefficient-type quintic", dict(says="as Megatron has it")),
-        ("--muon-coefficient-type simple", dict(error="quintic")),
+        ("--muon-coefficient-type quintic --optimizer muon", dict(says="as Megatron has it")),
+        ("--muon-coefficient-type aol --optimizer muon", dict(says="aol coefficients")),
+        ("--muon-coefficient-type simple", dict(says="no effect without --optimizer muon")),
     ],
     "--muon-scalar-optimizer": [
         ("--muon-scalar-optimizer adam", dict(says="as Megatron has it")),

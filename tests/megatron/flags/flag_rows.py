@@ -2,7 +2,7 @@
 
 REFUSED = {
     "remove": """
-    --use-triton-swiglu-limit --enable-mla-absorb --balanced-moe-experts --enable-expert-placement --aiqos
+    --use-triton-swiglu-limit --enable-mla-absorb --enable-expert-placement --aiqos
     --dist-train --attention-mask-on-cpu --output-layer-slice-num=3
     --skip-bias-add --use-dsa-absorb --use-nanopipe-swap
     --use-fused-lightning-indexer --use-fused-lightning-indexer-kl-loss --use-fused-sparse-flash-attention

@@ -25,6 +25,7 @@ RUNS |= {
     "--use-pipe-experts": "--use-pipe-experts --sequence-parallel",
     "--ampipe-degree": "--ampipe-degree=2 --moe-model-type=deepspeed_moe --num-experts=4",
     "--disable-gloo-group": "--disable-gloo-group",
+    "--balanced-moe-experts": "--balanced-moe-experts",
     "--full-attention-interval": "--full-attention-interval=2 --swiglu",
     "--kv-compress": "--kv-compress",
     "--enable-mhc": "--enable-mhc",
