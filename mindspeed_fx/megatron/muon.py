@@ -21,11 +21,12 @@ import itertools
 from typing import Any, Callable, Iterable, Iterator
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_fx.megatron import collectives
-from mindspeed_fx.megatron.groups import size
-from mindspeed_fx.megatron.patches import EVERYWHERE, Patch
+from mindspeed_fx.megatron.groups import has_accelerator, size
+from mindspeed_fx.megatron.patches import EVERYWHERE, WITHOUT_ACCELERATOR, Patch
 from mindspeed_fx.megatron.run_arguments import training_arguments
 
 COEFFICIENTS = {
@@ -59,15 +60,32 @@ SMALLEST = 1e-7
 
 
 def table() -> list[Patch]:
-    """The replacements, where the package is not there."""
-    if importlib.util.find_spec("emerging_optimizers") is not None:
-        return []
-    reason = "Megatron's Muon is a class of emerging_optimizers, which is not installed"
-    module = "optimizer.muon"
-    return [
-        Patch(f"{module}:TensorParallelMuon", Muon, reason, EVERYWHERE, copies=False),
-        Patch(f"{module}:HAVE_EMERGING_OPTIMIZERS", True, reason, EVERYWHERE),
-    ]
+    """The replacements: of the package's class where it is not there, and of a collective that gloo has not."""
+    module, gathers = "optimizer.muon", "optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer.allgather_params"
+    patches = []
+    if importlib.util.find_spec("emerging_optimizers") is None:
+        reason = "Megatron's Muon is a class of emerging_optimizers, which is not installed"
+        patches += [
+            Patch(f"{module}:TensorParallelMuon", Muon, reason, EVERYWHERE, copies=False),
+            Patch(f"{module}:HAVE_EMERGING_OPTIMIZERS", True, reason, EVERYWHERE),
+        ]
+    if not has_accelerator():
+        reason = "gathers parts of different length, which gloo cannot"
+        patches.append(Patch(gathers, send_weights, reason, WITHOUT_ACCELERATOR))
+    return patches
+
+
+@torch.no_grad()
+def send_weights(self: Any) -> None:
+    """``LayerWiseDistributedOptimizer.allgather_params``: every rank sends the weights that it stepped."""
+    if self.pg_collection is None:
+        return
+    pairs = ((self.dp_cp_params_list, "dp_cp"), (self.expt_dp_params_list, "expt_dp"))
+    for lists, name in pairs:
+        for rank, weights in enumerate(lists or ()):
+            group = getattr(self.pg_collection, name)
+            for weight in weights:
+                dist.broadcast(weight.data, dist.get_global_rank(group, rank), group)
 
 
 class Muon(torch.optim.Optimizer):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mindspeed_fx.megatron import linear as adapted
-from mindspeed_fx.megatron import patches
+from mindspeed_fx.megatron import main_grad, patches
+from mindspeed_fx.training import gradient_ready
 from tests.kernels.npu import npu_graphs
 from tests.megatron.gpt_models import batch, tiny_gpt
 
@@ -138,3 +139,21 @@ def test_a_product_is_the_same_whether_its_weight_requires_a_gradient():
             lambda w: torch.ops.mindspeed.linear(x, w),
         ):
             assert torch.equal(product(weight), product(weight.detach()))
+
+
+def test_who_listens_finds_the_gradients_of_all_uses():
+    """A weight that is used twice (tied, or in pieces): the buffer holds both gradients when the last is announced."""
+    weight = torch.nn.Parameter(torch.randn(6, 4))
+    weight.main_grad, seen = torch.zeros(6, 4), []
+    gradient_ready.listen(weight, lambda: seen.append(weight.main_grad.clone()))
+
+    def use_twice(x):
+        return main_grad.linear(main_grad.linear(x, weight, None)[:, :4].sin(), weight, None)
+
+    x = torch.randn(5, 4, requires_grad=True)
+    compiled = torch.compile(use_twice, backend="mindspeed", fullgraph=True, options={"codegen": "eager"})
+    compiled(x).sum().backward()
+    plain = weight.detach().clone().requires_grad_()
+    ((x @ plain.t())[:, :4].sin() @ plain.t()).sum().backward()
+    assert len(seen) == 2 and torch.equal(seen[-1], weight.main_grad)
+    torch.testing.assert_close(weight.main_grad, plain.grad)

@@ -69,10 +69,10 @@ def write_in_place(
             continue
         for m in {m for a in node.all_input_nodes for m in memories.get(a, ())}:
             readers[m] = node
+    can, before, erased = _writable(calls), {}, []
     for node in calls:
-        writes, bases = auto_functionalized.mutable_operator(node), auto_functionalized.bases_of(node)
-        ends = _ends(node, bases or [])
-        if bases is None or ends is None:
+        writes, bases = auto_functionalized.mutable_operator(node), _written_inputs(node)
+        if bases is None or node not in can:
             report.skipped.append(
                 skip(
                     str(writes),
@@ -81,36 +81,69 @@ def write_in_place(
                 )
             )
             continue
+        earlier = [before[b] for b in bases if b in before]
         last = max(
-            [*node.all_input_nodes, *(readers[m] for b in bases for m in memories[b] if m in readers)],
+            [*node.all_input_nodes, *earlier, *(readers[m] for b in bases for m in memories[b] if m in readers)],
             key=place.__getitem__,
         )
         with gm.graph.inserting_after(last):
             new = gm.graph.call_function(writes, arguments(node, bases))
         new.meta = {**{k: v for k, v in node.meta.items() if k != "val"}, "val": None}
         place[new] = place[last] + 0.5
-        for end in ends:
-            gm.graph.erase_node(end)
-        gm.graph.erase_node(node)
+        before |= dict.fromkeys(bases, new)
+        for item in node.users:
+            copies = [user for user in item.users if user.target is torch.ops.aten.copy_.default]
+            erased += [item, *copies]
+        erased.append(node)
         report.rewrites.append(site("in place", new, [new]))
+    _erase(gm.graph, erased)
     recompile(gm)
 
 
-def _ends(node: fx.Node, bases: list[fx.Node]) -> list[fx.Node] | None:
-    """The copies back and what they copy, last first; None when something else reads what the call made."""
-    results: list[fx.Node] = []
-    for item in node.users:
-        if item.target is not operator.getitem:
-            return None
-        for user in item.users:
-            if (
-                user.target is not torch.ops.aten.copy_.default
-                or user.users
-                or user.args[0] is not bases[item.args[1] - 1]
-            ):
+def _erase(graph: fx.Graph, nodes: list[fx.Node]) -> None:
+    """Users first."""
+    for node in sorted(nodes, key={n: k for k, n in enumerate(graph.nodes)}.__getitem__, reverse=True):
+        graph.erase_node(node)
+
+
+def _written_inputs(node: fx.Node) -> list[fx.Node] | None:
+    """What a call writes, through calls before it that write the same: a weight's gradient comes in several parts."""
+    bases = auto_functionalized.bases_of(node)
+    if bases is None:
+        return None
+    inputs = []
+    for base in bases:
+        call = base.args[0] if base.target is operator.getitem else None
+        if isinstance(call, fx.Node) and auto_functionalized.mutable_operator(call) is not None:
+            earlier = _written_inputs(call)
+            if earlier is None:
                 return None
-        results += [item, *item.users]
-    return results[::-1]
+            base = earlier[base.args[1] - 1]
+        inputs.append(base)
+    return inputs
+
+
+def _writable(calls: Sequence[fx.Node]) -> set[fx.Node]:
+    """The calls whose results are copied back to what they write, or written further by such a call, and read by
+    nothing else.
+    """
+    can: set[fx.Node] = set()
+    for node in reversed(calls):
+        bases = _written_inputs(node)
+        if bases is not None and all(_is_copied_back(item, bases, can) for item in node.users):
+            can.add(node)
+    return can
+
+
+def _is_copied_back(item: fx.Node, bases: list[fx.Node], can: set[fx.Node]) -> bool:
+    if item.target is not operator.getitem:
+        return False
+    for user in item.users:
+        copied = user.target is torch.ops.aten.copy_.default and not user.users
+        is_written_on = user in can and item in (auto_functionalized.bases_of(user) or ())
+        if not (copied and user.args[0] is bases[item.args[1] - 1] or is_written_on):
+            return False
+    return True
 
 
 def join_steps(gm: fx.GraphModule) -> list[fx.Node]:
