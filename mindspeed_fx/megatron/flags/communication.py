@@ -30,6 +30,8 @@ def _decompose(args: Namespace) -> str:
 
 
 def _disable_gloo(args: Namespace) -> str:
+    if get(args, "use_distributed_optimizer") and get(args, "ckpt_format", "torch_dist") == "torch":
+        raise NotDone("Megatron writes the distributed optimizer by gloo in this format; give --ckpt-format torch_dist")
     args.enable_gloo_process_groups = False
     return "enable_gloo_process_groups = False"
 
@@ -192,6 +194,7 @@ FLAGS = [
         "checkpoints are gathered without gloo groups",
         "`--disable-gloo-process-groups`",
         act=_disable_gloo,
+        skip=True,
     ),
     setting("--hccl-slice-size", "--disable-gloo-group", 10 * 1024 * 1024),
     switch(

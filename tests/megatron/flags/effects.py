@@ -388,7 +388,13 @@ PARALLEL = {
     "--moe-allgather-overlap-comm": [("--moe-allgather-overlap-comm", SPEED)],
     "--moe-alltoall-overlap-comm": [("--moe-alltoall-overlap-comm", SPEED)],
     "--mla-up-proj-tp-overlap": [("--mla-up-proj-tp-overlap", SPEED)],
-    "--disable-gloo-group": [("--disable-gloo-group", dict(enable_gloo_process_groups=False))],
+    "--disable-gloo-group": [
+        ("--disable-gloo-group", dict(enable_gloo_process_groups=False)),
+        (
+            "--disable-gloo-group --use-distributed-optimizer --ckpt-format torch",
+            dict(error="give --ckpt-format torch_dist"),
+        ),
+    ],
     "--hccl-group-buffer": [
         ("--hccl-group-buffer dp:200;exp:400", dict(says="dp 200, ep 400")),
         ("--hccl-group-buffer tp:300,cp2:20", dict(says="makes no such group: cp2")),

@@ -77,7 +77,6 @@ def check_configurations(arguments) -> None:
 
     arguments.get_device_arch_version = lambda: 10
     torch.cuda.get_device_capability = lambda *device: (9, 0)
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     layers = {}
     for name, script in scripts.SCRIPTS.items():
         skip = [flag.lstrip("-") for flag, can in scripts.refused(name).items() if can]
@@ -86,6 +85,7 @@ def check_configurations(arguments) -> None:
         os.environ.update(WORLD_SIZE=str(script["world"]), RANK="0")
         args, _ = parse(arguments, *scripts.words(name), *(["--mindspeed-skip-flags", *skip] if skip else []))
         habits.settle(args)
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8" if args.use_torch_fsdp2 else "1"
         with contextlib.redirect_stdout(io.StringIO()):
             arguments.validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
         layers[name] = arguments.core_transformer_config_from_args(args).num_layers
@@ -95,7 +95,8 @@ def check_configurations(arguments) -> None:
     assert config.gated_linear_unit and config.activation_func.keywords == {"approximate": "tanh"}
     assert config.output_layer_init_method.keywords["std"] == 0.02 / (2 * 4) ** 0.5 and config.num_layers == 3
     assert not hasattr(args, "activation_func")
-    assert len(layers) == 45 and layers["glm45-air__pretrain_glm45_air_106b_4k_A3_ptd"] == 46, layers
+    assert len(layers) == len(scripts.SCRIPTS) - len(NOT_MEGATRONS) - 1, layers  # one has a refused tokenizer
+    assert layers["glm45-air__pretrain_glm45_air_106b_4k_A3_ptd"] == 46
 
 
 GELU = (
@@ -104,8 +105,11 @@ GELU = (
     "--no-masked-softmax-fusion --no-gradient-accumulation-fusion"
 ).split()
 
+UNEVEN = "the adaptor's patches of a run make heads divisible: tests/megatron/test_uneven.py"
 NOT_MEGATRONS = {
     "system_tests__feature_tests__custom_fsdp": "Megatron's FSDP asks for another form of checkpoints",
+    "system_tests__feature_tests__unaligned_pp": UNEVEN,
+    "system_tests__feature_tests__unaligned_tpsp": UNEVEN,
     "system_tests__yaml_args_example__pretrain_yaml_args": "its file is not at hand",
 }
 """Scripts that Megatron 0.16 itself refuses."""
