@@ -108,48 +108,63 @@ def test_what_cannot_be_split():
         split(gm, [])
 
 
-def worker(rank, store):
+SCHEDULES = {
+    "plain": ("ScheduleInterleaved1F1B", {0: (0, 2), 1: (1, 3)}),
+    "zero bubble": ("ScheduleInterleavedZeroBubble", {0: (0, 2), 1: (1, 3)}),
+    "v": ("ScheduleDualPipeV", {0: (0, 3), 1: (1, 2)}),
+}
+"""Torch's schedule, and the stages of each rank."""
+
+
+def worker(rank, store, kinds):
     torch.set_num_threads(1)
     import torch.distributed as dist
-    from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+    from torch.distributed import pipelining
 
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     x, target = (torch.randn(8, 16, generator=torch.Generator().manual_seed(s)) for s in (1, 2))
     loss = lambda out, wanted: ((out - wanted) ** 2).mean()  # noqa: E731
     found = {}
-    for kind in ("plain", "zero bubble"):
-        models = [layers(10 + s, 1) for s in (rank, rank + 2)]
+    for kind in kinds:
+        name, places = SCHEDULES[kind]
+        models = [layers(10 + s, 1) for s in places[rank]]
         if kind == "plain":
             parts = [torch.compile(m, backend="mindspeed", options={"codegen": "eager"}) for m in models]
         else:
             parts = [mindspeed_fx.split_backward(m) for m in models]
         builders = [p.dw_builder if kind != "plain" else None for p in parts]
         stages = [
-            PipelineStage(p, s, 4, torch.device("cpu"), dw_builder=b)
-            for p, s, b in zip(parts, (rank, rank + 2), builders)
+            pipelining.PipelineStage(p, s, 4, torch.device("cpu"), dw_builder=b)
+            for p, s, b in zip(parts, places[rank], builders)
         ]
-        schedule = (ScheduleInterleaved1F1B if kind == "plain" else ScheduleInterleavedZeroBubble)(
-            stages, 4, loss_fn=loss
-        )
+        schedule = getattr(pipelining.schedules, name)(stages, 4, loss_fn=loss)
         losses = []
+        given = (x,) if 0 in places[rank] else ()
+        last = dict(target=target, losses=losses) if 3 in places[rank] else {}
         for _ in range(2):
             for m in models:
                 m.zero_grad()
-            if rank == 0:
-                schedule.step(x)
-            else:
-                schedule.step(target=target, losses=losses)
-        found[kind] = ([p.grad for m in models for p in m.parameters()], losses)
-        if kind != "plain":
-            late = [str(a) for a in schedule.pipeline_order[rank] if a and "W" in str(a)]
-            assert len(late) == 8, late  # four microbatches, two stages
-    for a, b in zip(found["plain"][0], found["zero bubble"][0], strict=True):
-        assert a.abs().sum() > 0 and torch.equal(a, b)
-    assert all(torch.equal(a, b) for a, b in zip(found["plain"][1], found["zero bubble"][1], strict=True))
+            schedule.step(*given, **last)
+        own = {s: [p.grad for p in m.parameters()] for s, m in zip(places[rank], models)}, losses
+        everybody = [None, None]
+        dist.all_gather_object(everybody, own)
+        found[kind] = everybody[0][0] | everybody[1][0], everybody[0][1] + everybody[1][1]
+        order = [str(a) for a in schedule.pipeline_order[rank] if a]
+        if kind == "zero bubble":
+            assert len([a for a in order if "W" in a]) == 8, order  # four microbatches, two stages
+        if kind == "v":
+            assert any("OVERLAP_F_B" in a for a in order) and any("W" in a for a in order), order
+    wanted, losses = found.pop("plain")
+    for gradients, other in found.values():
+        for s in range(4):
+            for a, b in zip(wanted[s], gradients[s], strict=True):
+                assert a.abs().sum() > 0 and torch.equal(a, b)
+        assert len(losses) == 4 and all(torch.equal(a, b) for a, b in zip(losses, other, strict=True))
     dist.barrier()
     dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_torchs_zero_bubble_schedule_over_two_processes_is_the_plain_one_to_the_bit(tmp_path):
-    ranks.spawn(worker, args=(str(tmp_path / "store"),), nprocs=2)
+@pytest.mark.parametrize("kind", ["zero bubble", "v"])
+def test_torchs_schedules_of_late_weights_over_two_processes_are_the_plain_one_to_the_bit(kind, tmp_path):
+    ranks.spawn(worker, args=(str(tmp_path / "store"), ["plain", kind]), nprocs=2)
