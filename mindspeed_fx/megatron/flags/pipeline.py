@@ -21,8 +21,9 @@ from mindspeed_fx.megatron.flags.flag import (
 )
 
 SCHEDULE = (
-    "remove it: Megatron's 1F1B, or interleaved with --num-layers-per-virtual-pipeline-stage, the same values; Megatron's "
-    "models have the last stage on the last rank, this schedule on the first (torch's ScheduleDualPipeV runs others)"
+    "remove it: Megatron's 1F1B, or interleaved with --num-layers-per-virtual-pipeline-stage, the same values; "
+    "Megatron's models have the last stage on the last rank, this schedule on the first (torch's ScheduleDualPipeV runs "
+    "others)"
 )
 
 
