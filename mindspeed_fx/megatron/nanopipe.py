@@ -67,13 +67,14 @@ def run_schedule(kwargs: dict[str, Any], run: Run, schedule: Callable[..., Any])
         config.finalize_model_grads_func = finalize
 
 
-def prepare(chunks: list[Any]) -> None:
+def prepare(chunks: list[Any], swaps: bool = False) -> None:
     """Has the chunks of a rank put their gradients of weights off; before they compile.
 
     Args:
         chunks: in Megatron's wrappers.
+        swaps: what they read waits in host memory.
     """
-    queue = Queue()
+    queue = Queue(swaps)
     for chunk in chunks:
         chunk.late_gradients = queue
         put_off(chunk.parameters(), queue)

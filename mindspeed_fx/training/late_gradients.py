@@ -17,18 +17,44 @@ import torch.fx as fx
 from torch import Tensor
 
 from mindspeed_fx.partition.split import split
+from mindspeed_fx.training import late_gradients_swap
 
 KEY = "_mindspeed_fx_late_gradients"
 
 
 class Queue:
-    """What backwards have left to do: one entry a backward of a graph."""
+    """What backwards have left to do: one entry a backward of a graph.
 
-    def __init__(self) -> None:
+    Args:
+        swaps: what an entry reads waits in host memory, from the next entry on.
+        smallest: bytes below which a tensor stays on the device; None: MindSpeed's.
+    """
+
+    def __init__(self, swaps: bool = False, smallest: int | None = None) -> None:
         self.waiting: deque[Callable[[], None]] = deque()
+        self.swaps, self.smallest = swaps, smallest
+        self.away: deque[late_gradients_swap.Entry] = deque()
 
     def __len__(self) -> int:
         return len(self.waiting)
+
+    def put(self, weights: list[Tensor], run: Callable, values: list[Any]) -> None:
+        """``run(*values)`` gives the gradients of ``weights``, later."""
+        if not self.swaps:
+            self.waiting.append(lambda: _add(weights, run, values))
+            return
+        if self.away:
+            self.away[-1].leave()
+        entry = late_gradients_swap.Entry(values, weights, self.smallest)
+        entry.begin_leaving()
+        self.away.append(entry)
+        self.waiting.append(lambda: self._run_away(weights, run))
+
+    def _run_away(self, weights: list[Tensor], run: Callable) -> None:
+        values = self.away.popleft().take()
+        if self.away:
+            self.away[0].begin_return()
+        _add(weights, run, values)
 
     def run_one(self) -> None:
         """The oldest.
@@ -76,7 +102,8 @@ def run_in_parts(backward: fx.GraphModule, held: list[Tensor], positions: list[i
             result = part.gm(*(values[n] for n in part.reads))
             values.update((n, v) for n, v in zip(part.makes, result) if n)
         rest = [values[n] for n in parts.weights.reads]
-        queue.waiting.append(lambda: _add(held, parts.weights.gm, rest))
+        values.clear()
+        queue.put(held, parts.weights.gm, rest)
         gradients = dict(zip(early, result))
         return [gradients.get(i) for i in range(returned)]
 

@@ -43,6 +43,30 @@ def test_two_micro_batches_and_their_late_gradients(dtype, main_grad):
         assert weight.grad.abs().sum() > 0 and torch.equal(weight.grad, gradient)
 
 
+def test_what_waits_is_in_host_memory():
+    """Bits of the run without; while others wait, the tensors of all but the newest and the next are not there."""
+    torch.manual_seed(0)
+    whole = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64))
+    swapped, queue = copy.deepcopy(whole), Queue(swaps=True, smallest=1024)
+    put_off(swapped.parameters(), queue)
+    for module in (whole, swapped):
+        dynamo.compile_alone(module, backend="mindspeed", fullgraph=True, options={"codegen": "eager"})
+    batches, number = [torch.randn(256, 64) for _ in range(4)], 4
+    for module in (whole, swapped):
+        for batch in batches:
+            module(batch.clone().requires_grad_()).square().sum().backward()
+    there = [sum(isinstance(v, torch.Tensor) and v.numel() >= 256 for v in e.values) for e in queue.away]
+    sizes = [sum(host.numel() * 4 for host, _ in e.hosts.values()) for e in queue.away]
+    # of a batch: its rows, what the activation reads, its result and gradient, and the gradient of the output
+    assert there[:3] == [0] * 3 and there[3] >= 3 and len(queue) == number, there
+    assert sizes[0] == sizes[1] == sizes[2] >= 256 * (64 + 128 + 128) * 4 and sizes[3] == 0
+    while len(queue):
+        queue.run_one()
+        assert [bool(e.coming) for e in queue.away] == [True, *[False] * (len(queue) - 1)][: len(queue)]
+    for weight, late in zip(whole.parameters(), swapped.parameters()):
+        assert weight.grad.abs().sum() > 0 and torch.equal(weight.grad, late.grad)
+
+
 def test_generated_code_is_refused():
     layer = torch.nn.Linear(2, 2)
     put_off(layer.parameters(), Queue())

@@ -22,8 +22,8 @@ from mindspeed_fx.megatron.flags.flag import (
 
 SCHEDULE = (
     "remove it: Megatron's 1F1B, or interleaved with --num-layers-per-virtual-pipeline-stage, the same values; "
-    "Megatron's models have the last stage on the last rank, this schedule on the first (torch's ScheduleDualPipeV runs "
-    "others)"
+    "Megatron's models have the last stage on the last rank, this schedule on the first (torch's ScheduleDualPipeV "
+    "runs others)"
 )
 
 
@@ -175,6 +175,12 @@ def _late_weights(args: Namespace) -> str:
     return "gradients of a chunk's weights are made while the rank waits; gradient_accumulation_fusion = False"
 
 
+def _swapped_weights(args: Namespace) -> str:
+    if not get(args, "use_nanopipe"):
+        raise NotDone("it is about late gradients of weights; give --use-nanopipe")
+    return "what they read waits in host memory; one put off is on its way, one is back before it runs"
+
+
 def _variable_lengths(args: Namespace) -> str:
     """Megatron-core refuses it beside --moe-token-dispatcher-type allgather, its default, also without experts."""
     args.variable_seq_lengths = True
@@ -267,10 +273,12 @@ FLAGS = [
     ),
     switch(
         "--use-nanopipe-swap",
-        REFUSED,
+        OPTION,
         "what late weight gradients read waits in host memory",
-        "remove it: rank r keeps at most r + 1 chunks for them, and 2 r chunks fewer than rank 0 for its forwards",
+        "copied to the host when it is put off, and back while the one before it runs; tensors of 1 MiB and more",
+        act=_swapped_weights,
         skip=True,
+        shown_by="test_what_waits_is_in_host_memory",
     ),
     switch(
         "--use-multiparameter-pipeline-model-parallel",

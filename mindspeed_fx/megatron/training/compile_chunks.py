@@ -23,7 +23,7 @@ def get_model(*args: Any, **kwargs: Any) -> Any:
     if getattr(arguments, "use_nanopipe", False):
         if not wants_compile():
             raise ValueError(f"{SWITCH}=0: --use-nanopipe splits compiled backwards; expected 1")
-        nanopipe.prepare(model)
+        nanopipe.prepare(model, getattr(arguments, "use_nanopipe_swap", False))
     if wants_compile():
         for chunk in model:
             here = recomputed.with_stage(arguments, recomputed.stage_of(unwrap(chunk)))

@@ -588,6 +588,10 @@ MEMORY = {
         ("--recompute-mla-up-proj", dict(recompute_granularity="selective", recompute_modules=["mla_up_proj"])),
         ("--recompute-mla-up-proj --recompute-granularity full", dict(recompute_granularity="full")),
     ],
+    "--use-nanopipe-swap": [
+        (f"--use-nanopipe-swap --use-nanopipe {VIRTUAL}", dict(says="waits in host memory")),
+        ("--use-nanopipe-swap", dict(error="give --use-nanopipe")),
+    ],
     "--use-nanopipe": [
         (f"--use-nanopipe {VIRTUAL}", dict(says="while the rank waits", gradient_accumulation_fusion=False)),
         ("--use-nanopipe", dict(error="give --num-layers-per-virtual-pipeline-stage")),

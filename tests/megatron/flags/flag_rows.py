@@ -4,7 +4,7 @@ REFUSED = {
     "remove": """
     --use-triton-swiglu-limit --enable-mla-absorb --enable-expert-placement --aiqos
     --dist-train --attention-mask-on-cpu --output-layer-slice-num=3
-    --skip-bias-add --use-dsa-absorb --use-nanopipe-swap
+    --skip-bias-add --use-dsa-absorb
     --use-fused-lightning-indexer --use-fused-lightning-indexer-kl-loss --use-fused-sparse-flash-attention
     --use-ema
     """,

@@ -31,6 +31,31 @@ def record(rank: int) -> None:
     Run.end_backward, Queue.run_one = told("D", Run.end_backward), told("W", Queue.run_one)
 
 
+def record_swaps(rank: int) -> None:
+    """Swaps tensors of 1 KiB already, and prints how many bytes each entry has in host memory."""
+    from mindspeed_fx.training import late_gradients_swap
+
+    late_gradients_swap.SMALLEST = 1024
+    take = late_gradients_swap.Entry.take
+
+    def tell(self):
+        self.leave()
+        print(f"swapped: {sum(host.nbytes for host, _ in self.hosts.values())}", flush=True)
+        return take(self)
+
+    late_gradients_swap.Entry.take = tell
+
+
+def test_what_waits_in_host_memory():
+    plain = train(STAGES, 2, COMPILED)
+    words = f"{STAGES} --use-nanopipe --use-nanopipe-swap"
+    late = train(words, 2, COMPILED, setup="tests.megatron.launch.test_nanopipe:record_swaps")
+    assert late.losses == plain.losses and late.grad_norms == plain.grad_norms
+    for lines in late.output:
+        sizes = [int(x.removeprefix("swapped: ")) for x in lines.splitlines() if x.startswith("swapped: ")]
+        assert len(sizes) == 3 * 8 and min(sizes) > 10 * 32 * 2 * 64 * 4  # more than ten tensors of hidden states
+
+
 @pytest.mark.parametrize("flags", ["", "--use-distributed-optimizer --bf16 --accumulate-allreduce-grads-in-fp32"])
 def test_the_losses_of_the_run_without_it(flags):
     words = f"{STAGES} {flags}"
