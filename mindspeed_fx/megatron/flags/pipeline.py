@@ -278,7 +278,6 @@ FLAGS = [
         "copied to the host when it is put off, and back while the one before it runs; tensors of 1 MiB and more",
         act=_swapped_weights,
         skip=True,
-        shown_by="test_what_waits_is_in_host_memory",
     ),
     switch(
         "--use-multiparameter-pipeline-model-parallel",
