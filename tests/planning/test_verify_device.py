@@ -52,7 +52,7 @@ def test_every_operator_kernel_and_fusion_has_a_check():
         seen |= {op.default for family in calls.FAMILIES for _, op, *_ in calls.cases(family, dtype)}
     known = {o.overload: o.name for o in (*REGISTRY.values(), *ADOPTED.values())}
     left = {n for o, n in known.items() if o not in seen and not n.endswith("_triton")}
-    assert left == {"mindspeed.adamw_step", *collectives.OPERATORS}  # a step of an optimizer; with other ranks
+    assert left == set(collectives.OPERATORS)  # with other ranks
     of_fusions = {n for n in ROWS if n.startswith(("fusion.", "canonicalize."))}
     assert of_fusions == {f.name for f in fusions.FUSIONS} | set(fusions.WITHOUT_GRAPH)
 
@@ -87,6 +87,22 @@ def test_a_processor(tmp_path, kind):
     content = verify_device("cpu", out=str(tmp_path / "cpu.json"), kinds=(kind,), only=only)
     assert content["counts"]["failed"] == 0, [r for r in content["results"] if r["state"] == "failed"]
     assert content["counts"]["passed"] > 2 and not content["is_emulated"] and content["target"] == "cpu"
+
+
+def test_a_step_that_forgets_a_moment_fails(tmp_path, monkeypatch):
+    """What an operator writes to any of its arguments is compared, a list of tensors too."""
+    run = checks._results
+
+    def forgets(function, operator, args):
+        results = run(function, operator, args)
+        if function is operator.overload:
+            results[4] = args[1][1]  # the second weight's first moment, as it was
+        return results
+
+    for planted, failed in ((run, 0), (forgets, 4)):
+        monkeypatch.setattr(checks, "_results", planted)
+        content = verify_device("cpu", out=str(tmp_path / f"{failed}.json"), kinds=("operator",), only="adamw_step")
+        assert content["counts"]["failed"] == failed and len(content["results"]) == 4, content["results"]
 
 
 @pytest.mark.slow

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Callable, Iterator
 
 import torch
+from torch.utils import _pytree as pytree
 
 from mindspeed_fx import torch_compile
 from mindspeed_fx.compat import dynamo
 from mindspeed_fx.kernels.base import Lowering, Operator, find
 from mindspeed_fx.kernels.npu.emulation import registry
 from mindspeed_fx.planning.verify_device import calls, fusions, operators
+from mindspeed_fx.planning.verify_device.calls.optimizers import ON_THE_HOST
 from mindspeed_fx.planning.verify_device.compare import Comparison, compare, exact, flat
 from mindspeed_fx.planning.verify_device.fusions import Fusion
 from mindspeed_fx.planning.verify_device.place import Place
@@ -103,12 +105,21 @@ def _calls(target: str, dtype: torch.dtype) -> Iterator[tuple[str, Operator, tup
 
 
 def _results(run: Callable[..., Any], operator: Operator, args: tuple[Any, ...]) -> list[Any]:
-    """What a run returns; of an operator that returns nothing what it wrote to its first argument."""
-    if operator.overload._schema.returns:
+    """What a run returns; of an operator that returns nothing what it wrote."""
+    schema = operator.overload._schema
+    if schema.returns:
         return flat(run(*args))
-    written = args[0].clone()
-    run(written, *args[1:])
-    return [written]
+    written = [i for i, argument in enumerate(schema.arguments[: len(args)]) if argument.is_write]
+    own = [pytree.tree_map(torch.clone, arg) if i in written else arg for i, arg in enumerate(args)]
+    run(*own)
+    return flat([own[i] for i in written])
+
+
+def _send(place: Place, operator: Operator, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments on the device, but for those that lie on the processor everywhere."""
+    stay = ON_THE_HOST.get(operator.name, ())
+    names = [a.name for a in operator.overload._schema.arguments]
+    return tuple(arg if name in stay else place.send(arg) for name, arg in zip(names, args))
 
 
 def _truth(operator: Operator, args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
@@ -125,7 +136,7 @@ def _truth(operator: Operator, args: tuple[Any, ...]) -> tuple[list[Any], list[A
 def _run_operator(operator: Operator, args: tuple[Any, ...], dtype: torch.dtype, place: Place) -> Outcome:
     """The operator as a graph calls it, on the device."""
     want, truth = _truth(operator, args)
-    have = _results(operator.overload, operator, place.send(args))
+    have = _results(operator.overload, operator, _send(place, operator, args))
     place.wait()
     return outcome_of(compare(have, want, truth, dtype))
 

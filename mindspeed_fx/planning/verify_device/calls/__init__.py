@@ -1,4 +1,4 @@
-"""Calls of every operator that has an NPU kernel, both directions, on tensors of the processor.
+"""Calls of every operator that has an NPU kernel, both directions, and of steps, on tensors of the processor.
 
 Types, layouts, masks and forms of arguments as models have them, at sizes of a few elements: what
 ``mindspeed-fx verify-device`` runs on a device, and the tests by emulation.
@@ -10,7 +10,7 @@ from typing import Callable, Iterator
 
 import torch
 
-from mindspeed_fx.planning.verify_device.calls import attention, experts, gates, losses, norms, rotations
+from mindspeed_fx.planning.verify_device.calls import attention, experts, gates, losses, norms, optimizers, rotations
 from mindspeed_fx.planning.verify_device.calls.table import Call
 
 FAMILIES: dict[str, Callable[[torch.dtype], Iterator[Call]]] = {
@@ -26,6 +26,7 @@ FAMILIES: dict[str, Callable[[torch.dtype], Iterator[Call]]] = {
     "inference": experts.inference_cases,
     "softmax": attention.softmax_cases,
     "megatron": experts.megatron_cases,
+    "optimizer": optimizers.step_cases,
 }
 
 
