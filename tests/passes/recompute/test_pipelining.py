@@ -168,3 +168,60 @@ def worker(rank, store, kinds):
 @pytest.mark.parametrize("kind", ["zero bubble", "v"])
 def test_torchs_schedules_of_late_weights_over_two_processes_are_the_plain_one_to_the_bit(kind, tmp_path):
     ranks.spawn(worker, args=(str(tmp_path / "store"), ["plain", kind]), nprocs=2)
+
+
+def orders(ranks_of_pipeline: int, microbatches: int) -> list[list]:
+    """What every rank runs in torch's DualPipeV, without a process."""
+    from torch.distributed.pipelining.schedules import ScheduleDualPipeV
+
+    schedule = ScheduleDualPipeV.__new__(ScheduleDualPipeV)
+    schedule.pp_group_size, schedule._n_microbatches = ranks_of_pipeline, microbatches
+    return [schedule._calculate_single_rank_operations(rank) for rank in range(ranks_of_pipeline)]
+
+
+def parts_of(action) -> list[tuple[str, int, int]]:
+    """("F", "I", "W" or both gradients "B"; stage; micro-batch) of an action, two where one runs beside another."""
+    kinds = {"FORWARD": "F", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W", "FULL_BACKWARD": "B"}
+    parts = action.sub_actions or [action]
+    return [(kinds[p.computation_type.name], p.stage_index, p.microbatch_index) for p in parts]
+
+
+def bubbles(of_ranks: list[list], durations: dict[str, int]) -> list[int]:
+    """Time in which each rank waits; a forward beside a backward lasts as long as both."""
+    last, done = 2 * len(of_ranks) - 1, {}
+    place, clock, work = ([0] * len(of_ranks) for _ in range(3))
+
+    def needs(kind: str, stage: int, number: int) -> tuple[str, int, int] | None:
+        if kind == "F":
+            return ("F", stage - 1, number) if stage else None
+        if kind == "W":
+            return "I", stage, number
+        return ("I", stage + 1, number) if stage < last else ("F", last, number)
+
+    while any(place[r] < len(of_ranks[r]) for r in range(len(of_ranks))):
+        before = sum(place)
+        for r, actions in enumerate(of_ranks):
+            while place[r] < len(actions):
+                parts = parts_of(actions[place[r]])
+                wanted = [n for n in (needs(*p) for p in parts) if n is not None]
+                if any(n not in done for n in wanted):
+                    break
+                seconds = sum(durations[kind] for kind, *_ in parts)
+                clock[r] = max([clock[r], *(done[n] for n in wanted)]) + seconds
+                work[r] += seconds
+                done |= {("I" if kind == "B" else kind, *rest): clock[r] for kind, *rest in parts}
+                place[r] += 1
+        assert sum(place) > before, "ranks wait for each other"
+    return [max(clock) - w for w in work]
+
+
+@pytest.mark.parametrize("forward, inputs, weights", [(1, 1, 1), (2, 2, 1), (4, 4, 3)])
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_the_bubble_of_dualpipev_by_event_order(count, forward, inputs, weights):
+    """(p - 1)(F&B + B - 3 W), DeepSeek's closed form, where F&B is a forward beside a backward, here one after the
+    other."""
+    both = inputs + weights
+    durations = {"F": forward, "I": inputs, "W": weights, "B": both}
+    for microbatches in (2 * count, 3 * count):
+        waits = bubbles(orders(count, microbatches), durations)
+        assert max(waits) == (count - 1) * (forward + both + both - 3 * weights), waits
