@@ -1,6 +1,9 @@
 """DeepSpeed's experts of Megatron's layer over two gloo processes and a slow link: whole, in pieces, and in two parts.
 
     python -m benchmarks.pipe_experts --rounds 7
+    python -m benchmarks.pipe_experts --modelled ascend910b2
+
+The second: what overlap.schedule says of the graphs of rank 0 of eight, bfloat16, whose collectives move nothing.
 
 One step, forward and backward. The link is a process group whose exchanges end only as many seconds after their start,
 and after the end of the one before, as their bytes take, while the processor is free: an injected delay, not a network.
@@ -63,8 +66,8 @@ class Wire(Link):
         self.ends[tensor.data_ptr()] = self.free
 
 
-def build(words: str, args: argparse.Namespace):
-    """A transformer layer of Megatron's with DeepSpeed's experts on two ranks."""
+def build(words: str, args: argparse.Namespace, ranks: int = 2, **more):
+    """A transformer layer of Megatron's with DeepSpeed's experts on ``ranks`` ranks."""
     from mindspeed_fx.megatron.model_parts import add_parts
     from tests.megatron.flags.test_values import apply
     from tests.megatron.gpt_models import tiny_gpt
@@ -85,13 +88,42 @@ def build(words: str, args: argparse.Namespace):
         moe_pad_expert_input_to_capacity=True,
         moe_token_dispatcher_type="alltoall",
         moe_aux_loss_coeff=0.0,
-        expert_model_parallel_size=2,
+        expert_model_parallel_size=ranks,
+        **more,
     )
     add_parts(model, given)
     layer = model.decoder.layers[0]
     for n, parameter in enumerate(layer.parameters()):
         torch.nn.init.normal_(parameter, std=0.05, generator=torch.Generator().manual_seed(n))
     return layer
+
+
+def modelled(args: argparse.Namespace) -> None:
+    """Prints the modelled step of every run, forward and backward."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    import mindspeed_fx.megatron_adaptor
+    from mindspeed_fx.report import recorder
+
+    mindspeed_fx.megatron_adaptor.apply()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=8, create_gloo_process_groups=False)
+    model_parallel_cuda_manual_seed(1)
+    common.header(f"{vars(args)}")
+    dtype = torch.bfloat16
+    for name, words in RUNS.items():
+        layer = build(words, args, 8, moe_router_dtype="fp32", params_dtype=dtype, bf16=True).to(dtype)
+        torch._dynamo.reset()
+        with recorder.collecting() as graphs:
+            options = {"codegen": "eager", "hardware": args.modelled}
+            run = torch.compile(layer, backend="mindspeed", options=options, fullgraph=True)
+            hidden = torch.randn(args.tokens, 1, args.hidden, dtype=dtype, requires_grad=True)
+            run(hidden, attention_mask=None, rotary_pos_emb=None)[0].float().sum().backward()
+        reports = [r.report for g in graphs for r in g.runs if r.report.name == "overlap.schedule"]
+        for side, report in zip(("forward", "backward"), reports, strict=True):
+            print(f"{name:20}{side:10}{report.notes[0]}")
 
 
 def worker(rank: int, store: str, args: argparse.Namespace) -> None:
@@ -174,6 +206,9 @@ def make_step(call, layer, hidden):
 
 
 if __name__ == "__main__":
-    arguments = common.arguments(rounds=7, hidden=512, ffn=1024, experts=4, tokens=1024, share=0.5)
+    arguments = common.arguments(rounds=7, hidden=512, ffn=1024, experts=4, tokens=1024, share=0.5, modelled="")
+    if arguments.modelled:
+        modelled(arguments)
+        raise SystemExit
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(worker, args=(f"{folder}/store", arguments), nprocs=2)
