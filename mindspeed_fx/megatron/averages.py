@@ -14,7 +14,7 @@ from typing import Any, Iterator
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from mindspeed_fx.megatron import patches
+from mindspeed_fx.megatron import expert_placement, patches
 from mindspeed_fx.megatron.optimizer import AVERAGE, Adam
 
 DISTRIBUTED = "optimizer.distrib_optimizer:DistributedOptimizer"
@@ -87,8 +87,9 @@ def _hand_to_model(optimizer: Any) -> None:
 
 
 def save_checkpoint(iteration: int, model: list[Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """``save_checkpoint``, which also saves the averaged model."""
+    """``save_checkpoint``, which also saves the averaged model; experts are where Megatron places them."""
     save = patches.original(SAVE)
+    expert_placement.restore(model, optimizer)
     if optimizer is None or not any(map(_has_averages, _parts(optimizer))):
         return save(iteration, model, optimizer, *args, **kwargs)
     with averaged(optimizer):

@@ -20,6 +20,7 @@ from mindspeed_fx.megatron import (
     biases,
     capacity,
     deepspeed_moe,
+    expert_placement,
     group_limited_router,
     hot_experts,
     patches,
@@ -110,6 +111,8 @@ def add_parts(model: Any, args: Namespace) -> None:
         zero_memory.set_levels(model, args)
     if getattr(args, "moe_adaptive_recompute_activation", False):
         adaptive_memory.prepare(model, args)
+    if getattr(args, "enable_expert_placement", False) or getattr(args, "print_expert_load", False):
+        expert_placement.prepare(model, args)
     if getattr(args, "balanced_moe_experts", False):
         hot_experts.prepare(model, args)
     if getattr(args, "full_attention_interval", 0):

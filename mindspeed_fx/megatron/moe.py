@@ -20,6 +20,7 @@ from mindspeed_fx.megatron import (
     checkpoint,
     collectives,
     dispatch,
+    expert_placement,
     experts,
     hot_experts,
     patches,
@@ -73,6 +74,8 @@ def _forward(self: Any, hidden_states: Tensor, padding_mask: Tensor | None) -> T
     if zero_experts.count_of(self):  # some of a token's experts are none of those that compute
         returned, probs, routing_map = zero_experts.split(self, tokens, probs, routing_map)
         dropless = False
+    if expert_placement.is_asked(self):
+        probs, routing_map = expert_placement.by_slot(self, probs, routing_map)
     if pipe_experts.is_ours(self):
         summed = pipe_experts.routed(self, tokens, routing_map, probs)
     elif hot_experts.count_of(self):

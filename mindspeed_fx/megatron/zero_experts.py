@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mindspeed_fx.megatron import deepspeed_moe, hot_experts, square_root_router, zero_memory
+from mindspeed_fx.megatron import deepspeed_moe, expert_placement, hot_experts, square_root_router, zero_memory
 
 
 def count_of(layer: Any) -> int:
@@ -27,7 +27,7 @@ def count_of(layer: Any) -> int:
 def is_layer_ours(layer: Any, *args: Any, **kwargs: Any) -> bool:
     """Whether a layer of experts is computed by our code in eager mode too."""
     is_asked = zero_memory.is_asked(layer) or deepspeed_moe.is_layer_ours(layer)
-    is_asked = is_asked or hot_experts.count_of(layer) > 0
+    is_asked = is_asked or hot_experts.count_of(layer) > 0 or expert_placement.is_asked(layer)
     return count_of(layer) > 0 or is_asked or square_root_router.has_table(layer)
 
 

@@ -7,7 +7,6 @@ from argparse import Namespace
 from mindspeed_fx.megatron.flags.flag import (
     MEGATRON,
     OPTION,
-    REFUSED,
     NotDone,
     count_layers,
     get,
@@ -15,8 +14,6 @@ from mindspeed_fx.megatron.flags.flag import (
     setting,
     switch,
 )
-
-PLACEMENT = "remove it: experts stay where Megatron places them, the same values"
 
 
 def shared_size(args: Namespace) -> int:
@@ -105,6 +102,46 @@ NOT_BESIDE_HOT = (
 )
 """Arguments that balanced experts are not done with."""
 
+
+def _placed(args: Namespace) -> str:
+    """--enable-expert-placement (:mod:`mindspeed_fx.megatron.expert_placement`)."""
+    if _is_alone(args):
+        return "no effect without experts on other ranks"
+    if args.expert_placement_freq < 1:
+        raise NotDone(f"--expert-placement-freq is {args.expert_placement_freq}; give 1 or more")
+    for flag in NOT_BESIDE_PLACEMENT:
+        if get(args, flag) not in (None, False, "fused_adamw", "fused_torch_adamw"):
+            raise NotDone(f"--{flag.replace('_', '-')} beside it; remove one of the two")
+    return f"experts change ranks every {args.expert_placement_freq} iterations where loads are nearer each other then"
+
+
+def _printed(args: Namespace) -> str:
+    if _is_alone(args):
+        return "no effect without experts on other ranks"
+    return "tokens of every rank, layer by layer, every --log-interval iterations"
+
+
+def _is_alone(args: Namespace) -> bool:
+    if not get(args, "num_experts") or get(args, "expert_model_parallel_size", 1) == 1:
+        return True
+    if (get(args, "expert_tensor_parallel_size") or get(args, "tensor_model_parallel_size", 1)) > 1:
+        raise NotDone("experts are not divided; give --expert-tensor-parallel-size 1")
+    return False
+
+
+NOT_BESIDE_PLACEMENT = (
+    "overlap_param_gather",
+    "reuse_fp32_param",
+    "swap_optimizer",
+    "o2_optimizer",
+    "use_precision_aware_optimizer",
+    "optimizer_cpu_offload",
+    "use_megatron_fsdp",
+    "use_torch_fsdp2",
+    "optimizer_selection",
+)
+"""Arguments by which an optimizer keeps weights and states in a place or a form of its own."""
+
 FLAGS = [
     number(
         "--first-k-dense-replace",
@@ -154,15 +191,25 @@ FLAGS = [
     ),
     setting("--balanced-moe-hot-expert-num", "--balanced-moe-experts", 3),
     setting("--trans-hot-expert-group-num", "--balanced-moe-experts", 3),
-    switch("--enable-expert-placement", REFUSED, "experts placed by their tokens", PLACEMENT, skip=True),
+    switch(
+        "--enable-expert-placement",
+        OPTION,
+        "experts placed by their tokens",
+        "weights and optimizer states of experts move to ranks that have fewer tokens; checkpoints hold them where "
+        "Megatron places them; an error where several ranks hold the same experts",
+        act=_placed,
+        skip=True,
+        shown_by="test_expert_placement.py::test_two_ranks",
+    ),
     setting("--expert-placement-freq", "--enable-expert-placement", 50),
     setting("--enable-fine-grained-expert-placement", "--enable-expert-placement"),
     setting("--fine-grained-expert-placement-thre", "--enable-expert-placement", 0.08),
     switch(
         "--print-expert-load",
-        REFUSED,
+        OPTION,
         "tokens of every expert are printed",
-        "remove it; Megatron's --moe-per-layer-logging logs the losses of the layers",
+        "mean tokens of every rank of experts, a line for each layer",
+        act=_printed,
         skip=True,
     ),
 ]

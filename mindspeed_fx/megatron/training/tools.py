@@ -6,7 +6,7 @@ import contextlib
 from argparse import Namespace
 from typing import Any, Iterator
 
-from mindspeed_fx.megatron import patches
+from mindspeed_fx.megatron import expert_placement, patches
 from mindspeed_fx.megatron.flags.tools import dump_settings
 from mindspeed_fx.megatron.training import compile_chunks, throughput
 from mindspeed_fx.training.profile import Profile
@@ -39,6 +39,7 @@ def train_step(*args: Any, **kwargs: Any) -> Any:
         for meter in _meters:
             open_counts.enter_context(meter.count)
         result = patches.original(STEP)(*args, **kwargs)
+    expert_placement.after_train_step(get_args(), args[2], args[3])
     for meter in _meters:
         meter.after(get_args().curr_iteration + 1)
     return result

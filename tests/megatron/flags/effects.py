@@ -32,6 +32,7 @@ DELTA_SETS = dict(
 )
 LLAMA3 = "--rope-scaling-type llama3 --low-freq-factor 1 --high-freq-factor 4 --original-max-position-embeddings 8192"
 PRE = "--moe-router-load-balancing-type"
+PLACED = "--enable-expert-placement --num-experts 8 --expert-model-parallel-size 2"
 HOT = "--balanced-moe-experts --num-experts 8 --expert-model-parallel-size 2 --disable-bias-linear"
 LIMITED = (
     f"{PRE} group_limited_greedy --num-experts 8 --moe-router-topk 3 --moe-router-num-groups 4 "
@@ -293,6 +294,22 @@ EXPERTS = {
     "--moe-comm-aux-loss-coeff": [
         ("--moe-comm-aux-loss-coeff 0.1", dict(error="alone has a loss over devices")),
         (f"--moe-comm-aux-loss-coeff 0.1 {LIMITED}", dict(says="read by group_limited_greedy")),
+    ],
+    "--enable-expert-placement": [
+        (f"{PLACED} --expert-placement-freq 5", dict(says="every 5 iterations")),
+        (f"{PLACED} --expert-placement-freq 0", dict(error="--expert-placement-freq is 0")),
+        (f"{PLACED} --overlap-param-gather", dict(error="--overlap-param-gather beside it")),
+        (f"{PLACED} --optimizer-selection fused_ema_adamw", dict(error="--optimizer-selection beside it")),
+        (f"{PLACED} --tensor-model-parallel-size 2", dict(error="give --expert-tensor-parallel-size 1")),
+        ("--enable-expert-placement", dict(says="no effect without experts on other ranks")),
+    ],
+    "--print-expert-load": [
+        (f"--print-expert-load {PLACED}", dict(says="tokens of every rank")),
+        ("--print-expert-load", dict(says="no effect without experts on other ranks")),
+        (
+            "--print-expert-load --num-experts 8 --expert-model-parallel-size 2 --tensor-model-parallel-size 2",
+            dict(error="give --expert-tensor-parallel-size 1"),
+        ),
     ],
     "--balanced-moe-experts": [
         (

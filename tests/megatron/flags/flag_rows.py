@@ -2,7 +2,7 @@
 
 REFUSED = {
     "remove": """
-    --use-triton-swiglu-limit --enable-mla-absorb --enable-expert-placement --aiqos
+    --use-triton-swiglu-limit --enable-mla-absorb --aiqos
     --dist-train --attention-mask-on-cpu --output-layer-slice-num=3
     --skip-bias-add --use-dsa-absorb
     --use-fused-lightning-indexer --use-fused-lightning-indexer-kl-loss --use-fused-sparse-flash-attention
@@ -17,9 +17,6 @@ REFUSED = {
     """,
     "--swiglu": """
     --fc-type=some
-    """,
-    "--moe-per-layer-logging": """
-    --print-expert-load
     """,
     "Transformer Engine": """
     --fp8-format=hif8 --fp8-recipe=groupwise --fp8-recipe=mxfp8-32x32 --fp8-reuse-quantized-weight

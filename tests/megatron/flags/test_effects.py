@@ -26,6 +26,7 @@ RUNS |= {
     "--ampipe-degree": "--ampipe-degree=2 --moe-model-type=deepspeed_moe --num-experts=4",
     "--disable-gloo-group": "--disable-gloo-group",
     "--balanced-moe-experts": "--balanced-moe-experts",
+    "--enable-expert-placement": "--enable-expert-placement",
     "--full-attention-interval": "--full-attention-interval=2 --swiglu",
     "--kv-compress": "--kv-compress",
     "--enable-mhc": "--enable-mhc",

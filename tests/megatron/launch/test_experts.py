@@ -3,6 +3,8 @@ eager and compiled, over gloo."""
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from tests.megatron.launch.test_pretrain import COMPILED, EAGER, train
@@ -35,3 +37,57 @@ def test_the_same_losses(name):
         for iteration, losses in plain.losses.items():
             assert run.losses[iteration] == pytest.approx(losses, rel=1e-5)
             assert run.grad_norms[iteration] == pytest.approx(plain.grad_norms[iteration], rel=1e-5)
+
+
+MOVES = "--enable-expert-placement --expert-placement-freq 1 --print-expert-load"
+
+
+def move_always(rank: int) -> None:
+    """Every placement moves every expert, whatever the loads are."""
+    import itertools
+
+    from mindspeed_fx.megatron import expert_placement
+
+    falling = itertools.count(0, -1)
+    expert_placement.choose = lambda tokens, ranks, before: [*before[1:], before[0]]
+    expert_placement.variation = lambda values: next(falling)
+    move = expert_placement.move
+
+    def tell(layer, optimizer, after):
+        print(f"moved: {layer.expert_of_slot.tolist()} {after}", flush=True)
+        move(layer, optimizer, after)
+
+    expert_placement.move = tell
+
+
+ALWAYS = "tests.megatron.launch.test_experts:move_always"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["", "--bf16 --use-distributed-optimizer", "--bf16"])
+def test_experts_that_move(flags):
+    words = f"{MOE} {flags}"
+    plain = train(words, 2, EAGER)
+    tolerance = 1e-3 if "--bf16" in flags else 1e-5
+    for environ, graphs in ((EAGER, 0), (COMPILED, 1)):
+        run = train(f"{words} {MOVES}", 2, environ, setup=ALWAYS)
+        lines = run.output[0].splitlines()
+        assert run.graphs == [graphs] * 2 and sum(line.startswith("moved: ") for line in lines) == 3 * 2
+        assert any("layer 1 of experts: tokens of ranks" in line for line in lines)
+        for iteration, losses in plain.losses.items():
+            assert run.losses[iteration] == pytest.approx(losses, rel=tolerance)
+            assert run.grad_norms[iteration] == pytest.approx(plain.grad_norms[iteration], rel=tolerance)
+
+
+@pytest.mark.slow
+def test_experts_that_move_are_saved_where_they_were(tmp_path):
+    """Two steps after a checkpoint of a run whose experts move are those of a run whose experts stay."""
+    words = f"{MOE} --use-distributed-optimizer --lr-decay-iters 4 --train-iters 4"
+    stays = train(words, 2, EAGER)
+    train(f"{words} {MOVES} --save {tmp_path} --save-interval 2", 2, EAGER, setup=ALWAYS)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    shutil.rmtree(tmp_path / "iter_0000004")
+    rest = train(f"{words} --load {tmp_path}", 2, EAGER)
+    for k in (3, 4):
+        assert rest.losses[k] == pytest.approx(stays.losses[k], rel=1e-5)
+        assert rest.grad_norms[k] == pytest.approx(stays.grad_norms[k], rel=1e-5)
