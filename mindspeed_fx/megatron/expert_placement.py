@@ -175,8 +175,8 @@ def _tensors(weight: Tensor, optimizer: Any) -> list[Tensor]:
             group, index = places[weight]
             main = part.optimizer.param_groups[group]["params"][index]
         state = part.optimizer.state.get(main) or state
-    found = [weight.data] if main.data_ptr() == weight.data_ptr() else [weight.data, main.data]
-    found += [state[key] for key in sorted(state) if isinstance(state[key], Tensor) and state[key].dim()]
-    if any(x.numel() != weight.numel() for x in found):
+    tensors = [weight.data] if main.data_ptr() == weight.data_ptr() else [weight.data, main.data]
+    tensors += [state[key] for key in sorted(state) if isinstance(state[key], Tensor) and state[key].dim()]
+    if any(x.numel() != weight.numel() for x in tensors):
         raise RuntimeError(f"{FLAG}: this rank's optimizer has a part of an expert's weight; remove the flag")
-    return found
+    return tensors
