@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_fx.megatron import collectives
-from mindspeed_fx.megatron.groups import has_accelerator, size
+from mindspeed_fx.megatron.groups import size
 from mindspeed_fx.megatron.patches import EVERYWHERE, WITHOUT_ACCELERATOR, Patch
 from mindspeed_fx.megatron.run_arguments import training_arguments
 
@@ -59,7 +59,7 @@ SMALLEST = 1e-7
 """Of a norm that is divided by."""
 
 
-def table() -> list[Patch]:
+def table(with_accelerator: bool) -> list[Patch]:
     """The replacements: of the package's class where it is not there, and of a collective that gloo has not."""
     module, gathers = "optimizer.muon", "optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer.allgather_params"
     patches = []
@@ -69,7 +69,7 @@ def table() -> list[Patch]:
             Patch(f"{module}:TensorParallelMuon", Muon, reason, EVERYWHERE, copies=False),
             Patch(f"{module}:HAVE_EMERGING_OPTIMIZERS", True, reason, EVERYWHERE),
         ]
-    if not has_accelerator():
+    if not with_accelerator:
         reason = "gathers parts of different length, which gloo cannot"
         patches.append(Patch(gathers, send_weights, reason, WITHOUT_ACCELERATOR))
     return patches

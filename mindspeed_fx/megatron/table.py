@@ -65,7 +65,7 @@ def table() -> list[Patch]:
         + torch_fsdp2.table()
         + _data_parallel()
         + _optimizers()
-        + muon.table()
+        + muon.table(has_accelerator())
         + _without_transformer_engine()
         + gated_delta_net.table(_has_transformer_engine())
         + _in_graph()
