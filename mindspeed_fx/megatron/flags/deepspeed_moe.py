@@ -153,6 +153,8 @@ def _ampipe(args: Namespace) -> str:
     ranks = cp * (get(args, "tensor_model_parallel_size", 1) if get(args, "sequence_parallel") else 1)
     if args.seq_length % (degree * ranks):
         raise NotDone(f"--seq-length {args.seq_length} is not divided by {degree} parts on {ranks} ranks")
+    if get(args, "moe_z_loss_coeff"):
+        raise NotDone("a part's loss of logits would count as the whole's; remove --moe-z-loss-coeff")
     text = f"the gate's capacity counts each of {degree} parts of a rank's tokens"
     if args.moe_no_drop:
         return text

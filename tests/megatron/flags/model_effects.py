@@ -174,6 +174,7 @@ DEEPSPEED_MOE = {
     ],
     "--ampipe-degree": [
         (f"--ampipe-degree 4 {DEEPSPEED}", dict(says="each of 4 parts")),
+        (f"--ampipe-degree 2 {DEEPSPEED} --moe-z-loss-coeff 0.1", dict(error="remove --moe-z-loss-coeff")),
         (f"--ampipe-degree 2 {DEEPSPEED} --moe-no-drop", dict(says="each of 2 parts of a rank's tokens")),
         (f"--ampipe-degree 2 {DEEPSPEED} --context-parallel-size 2", dict(says="attention whole (context")),
         ("--ampipe-degree 1", dict(says="one part")),
