@@ -57,7 +57,7 @@ def prepare(model: Any, args: Namespace) -> None:
 
 def by_slot(layer: Any, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
     """A router's choice [tokens, experts] by slots, which are in order of the ranks; the tokens are counted."""
-    if layer.training:
+    if layer.training and torch.is_grad_enabled():  # once where a layer is recomputed, as Megatron counts
         layer.expert_tokens.add_(routing_map.sum(0))
     return probs.index_select(1, layer.expert_of_slot), routing_map.index_select(1, layer.expert_of_slot)
 
