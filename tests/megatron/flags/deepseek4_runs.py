@@ -1,6 +1,6 @@
 """As effects.py, of DeepSeek-V4's flags."""
 
-from tests.megatron.flags.effects import PRE, SPEC
+from tests.megatron.flags.layer_effects import PRE, SPEC
 
 WINDOW, LENGTH = 5, 16
 SCORES = "--moe-router-score-function sqrtsoftplus --moe-router-load-balancing-type none --seq-aux"

@@ -1,7 +1,7 @@
 """As effects.py, of flags that divide or describe whole models."""
 
 from mindspeed_fx.megatron import uneven
-from tests.megatron.flags.effects import MLA, PRE, SPEC
+from tests.megatron.flags.layer_effects import MLA, PRE, SPEC
 
 UNEVEN = "--unaligned-linear --tensor-model-parallel-size 3"
 UNALIGNED = {

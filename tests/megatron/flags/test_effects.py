@@ -9,9 +9,11 @@ import pytest
 from mindspeed_fx.megatron import flags
 from mindspeed_fx.megatron.flags.account import account
 from tests.megatron.flags import deepseek4_runs
-from tests.megatron.flags.effects import EFFECTS, EXPERTS, MODEL, PARALLEL
+from tests.megatron.flags.effects import EFFECTS
 from tests.megatron.flags.flag_rows import OWN, REFUSED, SETTINGS
+from tests.megatron.flags.layer_effects import EXPERTS, MODEL
 from tests.megatron.flags.model_effects import MODEL_EFFECTS, MORE_RUNS, SPARSE_MODEL
+from tests.megatron.flags.parallel_effects import PARALLEL
 from tests.megatron.flags.words import MEGATRON, parse
 
 RUNS = {

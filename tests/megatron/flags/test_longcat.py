@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from mindspeed_fx.megatron import shortcut
 from mindspeed_fx.megatron.model_parts import add_parts
-from tests.megatron.flags.effects import PRE, SPEC
+from tests.megatron.flags.layer_effects import PRE, SPEC
 from tests.megatron.flags.model_effects import SPARSE_MODEL
 from tests.megatron.flags.test_values import apply
 

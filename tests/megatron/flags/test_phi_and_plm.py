@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from mindspeed_fx.megatron import sparse_mixer
-from tests.megatron.flags.effects import SPEC
+from tests.megatron.flags.layer_effects import SPEC
 from tests.megatron.flags.test_values import apply, build_with_parts, config_of, logits_by_formula
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")

@@ -12,7 +12,7 @@ from torch.nn import functional
 import mindspeed_fx
 from mindspeed_fx.megatron import flags
 from mindspeed_fx.megatron.flags.config import config_fields, with_config_fields
-from tests.megatron.flags.effects import MLA
+from tests.megatron.flags.layer_effects import MLA
 from tests.megatron.flags.words import parse
 
 pytest.importorskip("megatron.core", reason="megatron-core is an optional dependency")

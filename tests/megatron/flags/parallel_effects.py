@@ -1,0 +1,419 @@
+"""Of :mod:`tests.megatron.flags.effects`: flags of parallel layouts, memory, kernels, and those of several at once."""
+
+from pathlib import Path
+
+CONTEXT = dict(says="context parallel size 1")
+SPEED = dict(says="overlap.schedule")
+EXCHANGED = "--moe-token-dispatcher-type alltoall"
+NARROW = "--bf16 --expert-model-parallel-size 2"
+LOWERED = dict(says="lowered")
+BETWEEN = dict(says="between stages")
+EMA = "--optimizer-selection fused_ema_adamw"
+
+FSDP2 = f"--use-torch-fsdp2 --fsdp2-config-path {Path(__file__).parents[1] / 'launch' / 'fsdp2.yaml'}"
+PARALLEL = {
+    "--fsdp2-config-path": [
+        (FSDP2, dict(says="param_dtype = bf16, reduce_dtype = fp32")),
+        (FSDP2.removeprefix("--use-torch-fsdp2 "), dict(error="--use-torch-fsdp2; give that too")),
+        ("--use-torch-fsdp2 --fsdp2-config-path none", dict(error="No such file")),
+        (f"{FSDP2} --recompute-granularity full", dict(says="param_dtype")),
+    ],
+    "--use-ascend-coc": [
+        ("--use-ascend-coc", dict(options={"enable": ["overlap.decompose"]})),
+        ("--use-ascend-coc --use-ascend-mc2", dict(error="one of the two")),
+    ],
+    "--coc-parallel-num": [
+        ("--use-ascend-coc --coc-parallel-num 4", dict(options={"enable": ["overlap.decompose"]})),
+        ("--coc-parallel-num 4", dict(options={}, says="no effect without --use-ascend-coc")),
+    ],
+    "--coc-fused-kernel": [("--use-ascend-coc --coc-fused-kernel", dict(options={"enable": ["overlap.decompose"]}))],
+    "--coc-mode": [("--use-ascend-coc --coc-mode 1", dict(options={"enable": ["overlap.decompose"]}))],
+    "--use-ascend-mc2": [("--use-ascend-mc2", dict(options={"enable": ["overlap.mc2"]}))],
+    "--moe-permutation-async-comm": [("--moe-permutation-async-comm", SPEED)],
+    "--moe-allgather-overlap-comm": [("--moe-allgather-overlap-comm", SPEED)],
+    "--moe-alltoall-overlap-comm": [("--moe-alltoall-overlap-comm", SPEED)],
+    "--mla-up-proj-tp-overlap": [("--mla-up-proj-tp-overlap", SPEED)],
+    "--disable-gloo-group": [
+        ("--disable-gloo-group", dict(enable_gloo_process_groups=False)),
+        (
+            "--disable-gloo-group --use-distributed-optimizer --ckpt-format torch",
+            dict(error="give --ckpt-format torch_dist"),
+        ),
+    ],
+    "--hccl-group-buffer": [
+        ("--hccl-group-buffer dp:200;exp:400", dict(says="dp 200, ep 400")),
+        ("--hccl-group-buffer tp:300,cp2:20", dict(says="makes no such group: cp2")),
+        ("--hccl-group-buffer dp:200;tq:300", dict(error="'tq' is no group (did you mean")),
+        ("--hccl-group-buffer dp", dict(error="group:number is expected")),
+    ],
+    "--hccl-group-buffer-adaptive": [
+        ("--hccl-group-buffer-adaptive --micro-batch-size 1", dict(says="ep 200")),
+        ("--hccl-group-buffer-adaptive", dict(error="give --micro-batch-size")),
+    ],
+    "--hccl-ep-group-buffer-adaptive-factor": [
+        ("--hccl-ep-group-buffer-adaptive-factor 2.0", dict(says="read by --hccl-group-buffer-adaptive"))
+    ],
+    "--hccl-op-mode": [
+        ("--hccl-op-mode cp:2;ep:2;default_group:2", dict(says="cp 2, ep 2; left to HCCL")),
+        ("--hccl-op-mode cp:some", dict(error="group:number is expected")),
+    ],
+    "--moe-fb-overlap": [
+        (f"--moe-fb-overlap {NARROW} {EXCHANGED}", dict(overlap_moe_expert_parallel_comm=True)),
+        (f"--moe-fb-overlap {EXCHANGED} --expert-model-parallel-size 2", dict(says="no effect in float32")),
+        (f"--moe-fb-overlap {NARROW}", dict(error="give --moe-token-dispatcher-type alltoall")),
+        (f"--moe-fb-overlap {NARROW} {EXCHANGED} --pipeline-model-parallel-size 2", dict(error="needs virtual stages")),
+        (f"--moe-fb-overlap {EXCHANGED} --schedules-method dualpipev", dict(error="beside --schedules-method")),
+    ],
+    "--async-log-allreduce": [("--async-log-allreduce", dict(says="Megatron's own reduction"))],
+    "--optimize-send-recv-comm": [("--optimize-send-recv-comm", BETWEEN)],
+    "--optimize-vpp-send-recv-comm": [("--optimize-vpp-send-recv-comm", BETWEEN)],
+    "--context-parallel-algo": [
+        ("--context-parallel-algo megatron_cp_algo", dict(context_parallel_algo="megatron_cp_algo", **CONTEXT)),
+    ],
+    "--ulysses-degree-in-cp": [("--ulysses-degree-in-cp 2", dict(ulysses_degree_in_cp=2, **CONTEXT))],
+    "--cp-window-size": [("--cp-window-size 2", dict(cp_window_size=2, **CONTEXT))],
+    "--attention-mask-type": [("--attention-mask-type general", dict(attention_mask_type="general", **CONTEXT))],
+    "--use-cp-send-recv-overlap": [("--use-cp-send-recv-overlap", dict(use_cp_send_recv_overlap=True, **CONTEXT))],
+    "--use-ulysses-allgather-kv": [("--use-ulysses-allgather-kv", dict(use_ulysses_allgather_kv=True, **CONTEXT))],
+    "--use-fused-ring-attention-update": [("--use-fused-ring-attention-update", CONTEXT)],
+    "--megatron-cp-in-bnsd": [("--megatron-cp-in-bnsd", dict(megatron_cp_in_bnsd=True, **CONTEXT))],
+    "--context-parallel-kv-cache-policy": [
+        ("--context-parallel-kv-cache-policy full", dict(context_parallel_kv_cache_policy="full", **CONTEXT))
+    ],
+    "--context-parallel-cache-interval": [
+        ("--context-parallel-cache-interval 1", dict(context_parallel_cache_interval=1, **CONTEXT))
+    ],
+    "--adaptive-cp-dynamic-attn-mask": [("--adaptive-cp-dynamic-attn-mask", CONTEXT)],
+    "--adaptive-cp-manually-set-mask-list": [("--adaptive-cp-manually-set-mask-list", CONTEXT)],
+    "--adaptive-cp-only-reschedule": [("--adaptive-cp-only-reschedule", CONTEXT)],
+    "--adaptive-cp-without-coarse": [("--adaptive-cp-without-coarse", CONTEXT)],
+    "--kv-head-repeat-before-uly-alltoall": [("--kv-head-repeat-before-uly-alltoall", CONTEXT)],
+    "--use-custom-fsdp": [("--use-custom-fsdp", dict(use_megatron_fsdp=True))],
+    "--reset-bucket-group-order": [("--reset-bucket-group-order", dict(says="order of buckets stays"))],
+    "--num-layer-list": [
+        ("--num-layer-list 1,3 --pipeline-model-parallel-size 2", dict(pipeline_model_parallel_layout="Et|tttL")),
+        ("--num-layer-list 1,2 --pipeline-model-parallel-size 2", dict(error="makes 3 layers")),
+        ("--num-layer-list 4", dict(error="at least 2")),
+    ],
+    "--pipeline-num-transformer-layers": [
+        (
+            "--pipeline-num-transformer-layers [[0,1],[1]*1,[2]] --pipeline-model-parallel-size 3",
+            dict(error="lists of one length"),
+        ),
+        (
+            "--pipeline-num-transformer-layers [[0,1],[1,1]*2,[3,0]] --num-layers 8 --pipeline-model-parallel-size 4 "
+            "--num-layers-per-virtual-pipeline-stage 1",
+            dict(
+                pipeline_model_parallel_layout="E|t|t|ttt|t|t|t|L",
+                num_layers_per_virtual_pipeline_stage=None,
+            ),
+        ),
+    ],
+    "--noop-layers": [
+        (
+            "--noop-layers 0,7 --num-layers 8 --pipeline-model-parallel-size 2 --mtp-num-layers 1",
+            dict(num_layers=6, pipeline_model_parallel_layout="Ettt|tttmL"),
+        ),
+        (
+            "--noop-layers 7 --num-layers 8 --pipeline-model-parallel-size 2 "
+            "--num-layers-per-virtual-pipeline-stage 2 --num-experts 4 --first-k-dense-replace 1",
+            dict(
+                num_layers=7,
+                pipeline_model_parallel_layout="Ett|tt|tt|tL",
+                moe_layer_freq=[0, 1, 1, 1, 1, 1, 1],
+                num_layers_per_virtual_pipeline_stage=None,
+            ),
+        ),
+        ("--noop-layers 3", dict(num_layers=3)),
+        ("--noop-layers 4", dict(error="from 0 to 3")),
+        ("--noop-layers 1 --num-layer-list 1,3 --pipeline-model-parallel-size 2", dict(num_layers=3)),
+    ],
+    "--variable-seq-lengths": [("--variable-seq-lengths", dict(variable_seq_lengths=True))],
+}
+
+TWO_STAGES = "--recompute-granularity full --num-layers-per-virtual-pipeline-stage 1"
+VIRTUAL = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+WHOLE = "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
+MEMORY = {
+    "--recompute-activation-function": [
+        ("--recompute-activation-function", dict(options={"recompute": "activation_function"})),
+        (
+            "--recompute-activation-function --recompute-norm --optimization-level 1",
+            dict(options={"recompute": "activation_function+norm", "level": 1}),
+        ),
+    ],
+    "--recompute-activation-function-num-layers": [
+        ("--recompute-activation-function --recompute-activation-function-num-layers 4", dict(says="every layer")),
+        (
+            "--recompute-activation-function --recompute-activation-function-num-layers 3",
+            dict(
+                says="the first 3 layers of a stage",
+                options={"recompute": {"policy": "activation_function", "layers.3.mlp": "save"}},
+            ),
+        ),
+        (
+            "--recompute-activation-function --recompute-activation-function-num-layers 1 --recompute-granularity full "
+            "--recompute-method block --recompute-num-layers 2",
+            dict(options={"recompute": {"policy": "activation_function", "layers.3.mlp": "save"}}),
+        ),
+    ],
+    "--recompute-norm": [("--recompute-norm", dict(options={"recompute": "norm"}))],
+    "--recompute-norm-num-layers": [
+        (
+            "--recompute-norm --recompute-activation-function --recompute-norm-num-layers 3",
+            dict(
+                options={
+                    "recompute": {
+                        "policy": "activation_function+norm",
+                        "layers.3.*norm": "save",
+                        "layers.3.self_attention.*norm": "save",
+                    }
+                }
+            ),
+        )
+    ],
+    "--enable-recompute-layers-per-pp-rank": [
+        ("--enable-recompute-layers-per-pp-rank", dict(says="the same number")),
+        (f"--enable-recompute-layers-per-pp-rank {TWO_STAGES} --recompute-method block", dict(says="number i v + s")),
+        (f"--enable-recompute-layers-per-pp-rank {TWO_STAGES}", dict(error="give --recompute-method block")),
+    ],
+    "--swap-attention": [
+        (
+            "--swap-attention",
+            dict(
+                options={
+                    "memory_budget": 1.0,
+                    "offload": True,
+                    "recompute": {"layers.*.self_attention": "offload"},
+                }
+            ),
+        ),
+        ("--swap-attention --recompute-granularity full", dict(says="recomputed whole keeps none of it")),
+        ("--swap-attention --swap-modules post_norm", dict(error="names no part of a layer")),
+        (
+            "--swap-attention --recompute-norm",
+            dict(
+                options={
+                    "memory_budget": 1.0,
+                    "offload": True,
+                    "recompute": {"policy": "norm", "layers.*.self_attention": "offload"},
+                }
+            ),
+        ),
+    ],
+    "--swap-modules": [
+        (
+            "--swap-attention --swap-modules mlp",
+            dict(options={"memory_budget": 1.0, "offload": True, "recompute": {"layers.*.mlp": "offload"}}),
+        ),
+        ("--swap-attention --swap-modules post_norm", dict(error="names no part of a layer")),
+    ],
+    "--reuse-fp32-param": [
+        ("--reuse-fp32-param --bf16", dict(says="16 bits more", reuse_fp32_param=True)),
+        ("--reuse-fp32-param", dict(says="float32, of which there is one copy")),
+        ("--reuse-fp32-param --fp16", dict(error="no half of a float32 one")),
+        ("--reuse-fp32-param --bf16 --swap-optimizer", dict(error="not done beside --swap-optimizer")),
+        *(
+            (f"--reuse-fp32-param --bf16 --{name}", dict(error=f"not done beside --{name}, which"))
+            for name in ("use-precision-aware-optimizer", "optimizer-cpu-offload", "log-params-norm", "qk-clip")
+        ),
+        ("--reuse-fp32-param --bf16 --optimizer muon", dict(error="not done for --optimizer muon")),
+    ],
+    "--swap-optimizer": [
+        ("--swap-optimizer", dict(says="a step has 16 parts", swap_optimizer=True)),
+        ("--swap-optimizer --swap-optimizer-times 0", dict(error="--swap-optimizer-times 0: expected at least 1")),
+        ("--swap-optimizer --async-save", dict(error="not done beside --async-save")),
+        ("--swap-optimizer --optimizer-cpu-offload", dict(error="not done beside --optimizer-cpu-offload")),
+    ],
+    "--swap-optimizer-times": [
+        ("--swap-optimizer-times 4", dict(says="no effect without --swap-optimizer")),
+        ("--swap-optimizer --swap-optimizer-times 4", dict(says="read by --swap-optimizer", swap_optimizer_times=4)),
+    ],
+    "--recompute-mla-up-proj": [
+        ("--recompute-mla-up-proj", dict(recompute_granularity="selective", recompute_modules=["mla_up_proj"])),
+        ("--recompute-mla-up-proj --recompute-granularity full", dict(recompute_granularity="full")),
+    ],
+    "--use-nanopipe-swap": [
+        (f"--use-nanopipe-swap --use-nanopipe {VIRTUAL}", dict(says="waits in host memory")),
+        ("--use-nanopipe-swap", dict(error="give --use-nanopipe")),
+    ],
+    "--use-nanopipe": [
+        (f"--use-nanopipe {VIRTUAL}", dict(says="while the rank waits", gradient_accumulation_fusion=False)),
+        ("--use-nanopipe", dict(error="give --num-layers-per-virtual-pipeline-stage")),
+        (f"--use-nanopipe {VIRTUAL} --recompute-in-bubble", dict(error="--recompute-in-bubble beside it")),
+        (f"--use-nanopipe {VIRTUAL} --overlap-grad-reduce", dict(error="--overlap-grad-reduce beside it")),
+    ],
+    "--recompute-in-bubble": [
+        (f"--recompute-in-bubble {VIRTUAL}", dict(says="recomputes the others early")),
+        ("--recompute-in-bubble", dict(error="give --num-layers-per-virtual-pipeline-stage")),
+        (f"--recompute-in-bubble {VIRTUAL} {WHOLE}", dict(error="remove --recompute-granularity")),
+        (f"--recompute-in-bubble {VIRTUAL} --swap-attention", dict(error="--swap-attention beside it")),
+        (f"--recompute-in-bubble {VIRTUAL} --recompute-in-advance", dict(error="--recompute-in-advance beside it")),
+    ],
+    "--recompute-in-advance": [
+        (f"--recompute-in-advance {VIRTUAL} {WHOLE}", dict(says="before their gradient is waited for")),
+        (f"--recompute-in-advance {WHOLE}", dict(error="give --num-layers-per-virtual-pipeline-stage")),
+        (f"--recompute-in-advance {VIRTUAL}", dict(error="give --recompute-granularity full and method block")),
+    ],
+    "--use-multiparameter-pipeline-model-parallel": [
+        ("--use-multiparameter-pipeline-model-parallel", dict(says="a stage's list of tensors is sent")),
+        (
+            "--use-multiparameter-pipeline-model-parallel --num-layers-per-virtual-pipeline-stage 1",
+            dict(error="remove the virtual stages"),
+        ),
+        (
+            "--use-multiparameter-pipeline-model-parallel --schedules-method dualpipev",
+            dict(error="--schedules-method beside it"),
+        ),
+    ],
+    "--moe-adaptive-recompute-activation": [
+        ("--moe-adaptive-recompute-activation --num-experts 4", dict(says="more than 2.0 times its share")),
+        ("--moe-adaptive-recompute-activation", dict(says="no effect without --num-experts")),
+        (
+            "--moe-adaptive-recompute-activation --num-experts 4 --moe-adaptive-recompute-activation-scale 0.0",
+            dict(error="a number above 0"),
+        ),
+        (
+            f"--moe-adaptive-recompute-activation --num-experts 4 --moe-zero-memory level0 {EXCHANGED}",
+            dict(error="--moe-zero-memory beside it"),
+        ),
+        (
+            f"--moe-adaptive-recompute-activation --num-experts 4 --moe-fb-overlap {NARROW} {EXCHANGED}",
+            dict(error="--moe-fb-overlap beside it"),
+        ),
+        (
+            "--moe-adaptive-recompute-activation --num-experts 4 --moe-token-dispatcher-type alltoall_seq",
+            dict(error="MindSpeed does not take it beside --moe-token-dispatcher-type alltoall_seq"),
+        ),
+    ],
+    "--moe-zero-memory": [
+        (f"--moe-zero-memory level0 {EXCHANGED}", dict(says="level0: experts keep their first product")),
+        (f"--moe-zero-memory level1 {EXCHANGED} --recompute-granularity full", dict(says="not recomputed whole")),
+        (
+            f"--moe-zero-memory level1 {EXCHANGED} --recompute-granularity selective --recompute-modules moe_act",
+            dict(error="--recompute-modules moe_act makes the same again"),
+        ),
+        (f"--moe-zero-memory level0 --moe-fb-overlap {NARROW} {EXCHANGED}", dict(error="--moe-fb-overlap beside it")),
+        ("--moe-zero-memory level0", dict(error="give --moe-token-dispatcher-type alltoall")),
+    ],
+    "--moe-zero-memory-num-layers": [
+        (f"--moe-zero-memory level1 --moe-zero-memory-num-layers 2 {EXCHANGED}", dict(says="level1 in 2 layers")),
+        (f"--moe-zero-memory level0 --moe-zero-memory-num-layers 2 {EXCHANGED}", dict(says="no effect: level0")),
+        ("--moe-zero-memory-num-layers 2", dict(error="give that too")),
+    ],
+    "--loss-compute-mode": [("--loss-compute-mode chunk", dict(says="chunks"))],
+    "--loss-chunk-size": [("--loss-chunk-size 512", dict(says="fusion.linear_cross_entropy"))],
+    "--mtp-mem-efficient-logits": [("--mtp-mem-efficient-logits", dict(says="no float32 copy"))],
+}
+
+KERNELS = {
+    "--use-fused-rmsnorm": [("--use-fused-rmsnorm", dict(options={}, says="fusion.rms_norm"))],
+    "--use-fused-swiglu": [("--use-fused-swiglu", dict(options={}, says="fusion.swiglu"))],
+    "--use-fused-rotary-pos-emb": [("--use-fused-rotary-pos-emb", dict(options={}, says="fusion.rope"))],
+    "--use-fused-moe-token-permute-and-unpermute": [
+        ("--use-fused-moe-token-permute-and-unpermute", dict(options={}, says="fusion.moe_permute"))
+    ],
+    "--use-fusion-attn-v2": [("--use-fusion-attn-v2", LOWERED)],
+    "--shape-order": [("--shape-order BNSD", LOWERED)],
+    "--sparse-mode": [("--sparse-mode 2", dict(says="from the graph")), ("--sparse-mode 4", dict(error="mode 4"))],
+    "--pre-tockens": [
+        ("--pre-tockens 1048576", dict(says="every earlier token")),
+        ("--pre-tockens 8", dict(error="--window-size 8,0")),
+    ],
+    "--next-tockens": [("--next-tockens 0", dict(says="no later token")), ("--next-tockens 4", dict(error="remove"))],
+    "--mla-fa-without-pad": [("--mla-fa-without-pad", LOWERED)],
+    "--mla-fa-divide-qk": [("--mla-fa-divide-qk", LOWERED)],
+    "--padded-base-length": [("--padded-base-length 64", LOWERED)],
+    "--mla-mm-split": [("--mla-mm-split", dict(says="the projections stay two"))],
+    "--optimization-level": [("--optimization-level 0", dict(options={"level": 0}))],
+    "--ema-decay": [
+        (f"{EMA} --ema-decay 0.9", dict(says="see --optimizer-selection")),
+        ("--ema-decay 0.9", dict(says="no effect without --optimizer-selection fused_ema_adamw")),
+    ],
+    "--optimizer-selection": [
+        ("--optimizer-selection fused_torch_adamw", dict(says="the same step")),
+        (EMA, dict(says="decay 0.9999")),
+        (f"{EMA} --reuse-fp32-param --bf16", dict(error="remove one of the two")),
+        (f"{EMA} --ema-decay 1.5", dict(error="valid: 0 to 1")),
+        (f"{EMA} --save some", dict(error="averages are saved by --ckpt-format torch")),
+        (f"{EMA} --save some --ckpt-format torch", dict(says="ema_model")),
+    ],
+    "--muon-nesterov": [("--muon-nesterov", dict(muon_use_nesterov=True))],
+    "--muon-coefficient-type": [
+        ("--muon-coefficient-type quintic --optimizer muon", dict(says="as Megatron has it")),
+        ("--muon-coefficient-type aol --optimizer muon", dict(says="aol coefficients")),
+        ("--muon-coefficient-type simple", dict(says="no effect without --optimizer muon")),
+    ],
+    "--muon-scalar-optimizer": [
+        ("--muon-scalar-optimizer adam", dict(says="as Megatron has it")),
+        ("--muon-scalar-optimizer lion", dict(error="Adam")),
+    ],
+    "--npu-deterministic": [("--npu-deterministic", dict(says="HCCL_DETERMINISTIC"))],
+    "--op-cal-tflops": [
+        ("--op-cal-tflops", dict(log_throughput=True, options={"count_flops": True})),
+        ("--op-cal-tflops --mindspeed-peak-tflops 0", dict(error="is no rate")),
+    ],
+    "--ai-framework": [
+        ("--ai-framework pytorch", dict(says="PyTorch")),
+        ("--ai-framework mindspore", dict(error="PyTorch alone")),
+    ],
+    "--npu-datadump": [("--npu-datadump", dict(says="modules '*' in ./npu_datadump; chunks run eager"))],
+    "--profile": [
+        ("--profile", dict(profile=False, mindspeed_profile=True, says="torch.profiler: iterations 10 to 11")),
+        ("--profile --profile-level level2 --profile-step-end 12", dict(says="torch_npu's alone: --profile-level")),
+        ("--profile --use-pytorch-profiler", dict(profile=True, says="Megatron's own profile")),
+        ("--profile --use-pytorch-profiler --profile-with-stack", dict(error="does not read --profile-with-stack")),
+        ("--profile --profile-export-type db", dict(error="on cpu give text")),
+        ("--profile --profile-step-start 0", dict(error="they count from 1")),
+        ("--profile --profile-ranks 4 --world-size 4", dict(error="--profile-ranks 4: the ranks of this run are 0 to")),
+    ],
+    "--profile-ranks": [("--profile --profile-ranks -1 --world-size 4", dict(profile_ranks=[0, 1, 2, 3]))],
+    "--tokenizer-type PretrainedFromHF": [
+        (
+            "--tokenizer-type PretrainedFromHF --tokenizer-name-or-path DIR",
+            dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="DIR", tokenizer_hf_use_fast=True),
+        ),
+        ("--tokenizer-type PretrainedFromHF", dict(error="give --tokenizer-name-or-path")),
+    ],
+    "--tokenizer-name-or-path": [
+        ("--tokenizer-name-or-path DIR --tokenizer-type Llama2Tokenizer", dict(says="does not read it")),
+        ("--tokenizer-name-or-path DIR --tokenizer-type PretrainedFromHF", dict(tokenizer_model="DIR")),
+    ],
+    "--tokenizer-not-use-fast": [
+        (
+            "--tokenizer-not-use-fast --tokenizer-type PretrainedFromHF --tokenizer-name-or-path DIR",
+            dict(tokenizer_hf_use_fast=False),
+        )
+    ],
+}
+
+SHARED = {
+    "--add-qkv-bias": [("--add-qkv-bias", dict(add_qkv_bias=True))],
+    "--q-lora-rank": [("--q-lora-rank 24", dict(q_lora_rank=24))],
+    "--kv-lora-rank": [("--kv-lora-rank 24", dict(kv_lora_rank=24))],
+    "--v-head-dim": [("--v-head-dim 24", dict(v_head_dim=24))],
+    "--linear-key-head-dim": [("--linear-key-head-dim 24", dict(linear_key_head_dim=24))],
+    "--linear-value-head-dim": [("--linear-value-head-dim 24", dict(linear_value_head_dim=24))],
+    "--linear-num-key-heads": [("--linear-num-key-heads 2", dict(linear_num_key_heads=2))],
+    "--linear-num-value-heads": [("--linear-num-value-heads 2", dict(linear_num_value_heads=2))],
+    "--padded-vocab-size": [("--padded-vocab-size 128", dict(padded_vocab_size=128))],
+    "--experimental-attention-variant": [
+        ("--experimental-attention-variant dsa", dict(experimental_attention_variant="dsa"))
+    ],
+    "--fp8-format": [("--fp8-format hybrid", dict(fp8="hybrid"))],
+    "--fp8-recipe": [("--fp8-recipe tensorwise", dict(fp8_recipe="tensorwise"))],
+    "--moe-router-dtype": [("--moe-router-dtype fp64", dict(moe_router_dtype="fp64"))],
+    "--position-embedding-type": [("--position-embedding-type rope", dict(position_embedding_type="rope"))],
+    "--tokenizer-type": [("--tokenizer-type NullTokenizer", dict(tokenizer_type="NullTokenizer"))],
+    "--pipeline-model-parallel-layout": [
+        ("--pipeline-model-parallel-layout Ett|ttL", dict(pipeline_model_parallel_layout="Ett|ttL"))
+    ],
+    "--apply-wd-to-qk-layernorm": [("--apply-wd-to-qk-layernorm", dict(apply_wd_to_qk_layernorm=True))],
+    "--muon-extra-scale-factor": [("--muon-extra-scale-factor 2", dict(muon_extra_scale_factor=2.0))],
+    "--muon-fp32-matmul-prec": [("--muon-fp32-matmul-prec high", dict(muon_fp32_matmul_prec="high"))],
+    "--muon-momentum": [("--muon-momentum 0.95", dict(muon_momentum=0.95))],
+    "--muon-no-split-qkv": [("--muon-no-split-qkv", dict(muon_split_qkv=False))],
+    "--muon-num-ns-steps": [("--muon-num-ns-steps 6", dict(muon_num_ns_steps=6))],
+    "--muon-scale-mode": [("--muon-scale-mode unit_rms_norm", dict(muon_scale_mode="unit_rms_norm"))],
+    "--muon-tp-mode": [("--muon-tp-mode duplicated", dict(muon_tp_mode="duplicated"))],
+}
