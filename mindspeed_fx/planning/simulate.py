@@ -39,6 +39,8 @@ class Simulation:
     backward: Counter = field(default_factory=Counter)
     whole: list[str] = field(default_factory=list)
     """What the ranks cannot share evenly and the plan lets stay whole, with the reason."""
+    padded: list[str] = field(default_factory=list)
+    """What is padded because the ranks cannot share it evenly, and how much that adds."""
 
 
 def simulate(
@@ -249,6 +251,7 @@ def _step(graphs: Sequence[_Graph]) -> Simulation:
         gradients = [x.grad for x in graph.received]
     for graph in graphs:
         result.whole += [reason for reason in graph.program.kept.reasons if reason not in result.whole]
+        result.padded += [text for text in graph.program.kept.padded if text not in result.padded]
         for name, gradient in graph.gradients():  # stages that share a weight sum its gradients
             result.gradients[name] = result.gradients[name] + gradient if name in result.gradients else gradient
     return result

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from mindspeed_fx import arguments
+from mindspeed_fx.compat.dtensor import is_strided
 from mindspeed_fx.errors import nearest
 from mindspeed_fx.sharding import initialize, optimizers
 from mindspeed_fx.sharding.inputs import show_inputs_whole
@@ -141,13 +142,18 @@ def parameter_placements(plan: Plan, mesh: DeviceMesh, name: str, p: torch.Tenso
 
 
 def _placements_kept_whole(plan: Plan, mesh: DeviceMesh, wanted: tuple, p: torch.Tensor) -> tuple:
-    """As evenly as it goes: what is gathered before use may be divided along any dimension, the rest stays whole."""
+    """As evenly as it goes: what is gathered before use may be divided along any dimension; of the rest the first ranks
+    have more, and pieces that ranks cannot share evenly stay whole."""
     result = list(evenly_divided(p.shape, wanted, mesh))
     for i, name in enumerate(mesh.mesh_dim_names or ()):
         if plan.gather.get(name, "never") != "never" and result[i] != wanted[i]:
             taken = {q.dim for q in result if q.is_shard()}
             free = [d for d in range(p.ndim) if d not in taken and p.shape[d] and p.shape[d] % mesh.size(i) == 0]
             result[i] = Shard(free[0]) if free else result[i]
+    for i, w in enumerate(wanted):
+        alone = isinstance(w, Shard) and not is_strided(w) and not any(q.is_shard(w.dim) for q in result)
+        if result[i] != w and result[i].is_replicate() and alone and p.shape[w.dim] > 1:
+            result[i] = w
     return tuple(result)
 
 

@@ -248,6 +248,7 @@ def arguments_of(
 def input_value(node: fx.Node, x: torch.Tensor, result: ParallelizedGraph) -> Any:
     """An argument of the model, or a buffer: whole, and divided as the plan says."""
     from mindspeed_fx.sharding.spmd.kept_whole import evenly_divided
+    from mindspeed_fx.sharding.spmd.padded import can_be_padded
     from mindspeed_fx.sharding.spmd.program import Value
     from mindspeed_fx.sharding.spmd.redistribute import even, placements_of
 
@@ -261,9 +262,11 @@ def input_value(node: fx.Node, x: torch.Tensor, result: ParallelizedGraph) -> An
     except ShardingError as error:
         if not result.plan.keep_whole:
             raise
-        kept, possible = str(error), {d: w for d, w in placed.items() if (parse_placement(w, where) or 0) < x.ndim}
-        placements = evenly_divided(x.shape, placements_of(possible, mesh, x.ndim, where), mesh)
-    return Value(placements, x.shape, x.stride(), False, kept=kept)
+        possible = {d: w for d, w in placed.items() if (parse_placement(w, where) or 0) < x.ndim}
+        placements = placements_of(possible, mesh, x.ndim, where)
+        if len(possible) < len(placed) or not can_be_padded(x.shape, placements):
+            kept, placements = str(error), evenly_divided(x.shape, placements, mesh)
+    return Value(placements, x.shape, x.stride(), False, name or "", kept=kept)
 
 
 def argument_name(node: fx.Node) -> str | None:

@@ -1,4 +1,4 @@
-"""What ranks cannot share evenly: refused, or kept whole and named where the plan says ``keep_whole``."""
+"""What ranks cannot share evenly: refused, or, where the plan says ``keep_whole``, padded or kept whole, and named."""
 
 from __future__ import annotations
 
@@ -27,6 +27,10 @@ class KeptWhole:
     """In the order in which they were met, each once."""
     where: str = ""
     """What runs: module and line."""
+    pads: bool = True
+    """Whether values may be padded."""
+    paddings: dict[str, list[str]] = field(default_factory=dict)
+    """What was padded, in words -> where."""
 
     def note(self, reason: str) -> None:
         """Keep ``reason``, without the advice behind its semicolon; a new one is logged."""
@@ -34,6 +38,22 @@ class KeptWhole:
         if text not in self.reasons:
             self.reasons.append(text)
             logger.warning("kept whole: %s", text)
+
+    def note_padding(self, text: str, where: str) -> None:
+        """Keep that ``text`` is so at ``where``; what is new is logged."""
+        if text not in self.paddings:
+            logger.info("padded: %s: %s", where, text)
+        places = self.paddings.setdefault(text, [])
+        if where not in places:
+            places.append(where)
+
+    @property
+    def padded(self) -> list[str]:
+        """What was padded and what that costs, each once, with the first place of it."""
+        return [
+            f"{places[0]}: {text}" + (f"; and {len(places) - 1} more" if len(places) > 1 else "")
+            for text, places in self.paddings.items()
+        ]
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -58,6 +78,26 @@ def keep_whole(error: ShardingError) -> None:
     if current is None or not current.allowed:
         raise error
     current.note(f"{current.where}: {error}" if current.where else str(error))
+
+
+def note(reason: str) -> None:
+    """Note that what runs is whole, and why."""
+    if (current := _current.get()) is not None:
+        current.note(f"{current.where}: {reason}" if current.where else reason)
+
+
+def may_pad() -> bool:
+    """Whether the program that runs may pad what its ranks cannot share evenly."""
+    current = _current.get()
+    return current is not None and current.allowed and current.pads
+
+
+def note_padding(size: int, stored: int, ranks: int, names: Sequence[str], where: str = "") -> None:
+    """Note that ``size`` elements are stored as ``stored``, for so many ranks of the mesh dimensions ``names``."""
+    if (current := _current.get()) is not None:
+        over = ", ".join(f'"{name}"' for name in names)
+        text = f"{size} elements padded to {stored} for {ranks} ranks of {over} (+{(stored - size) / size:.1%})"
+        current.note_padding(text, where or current.where)
 
 
 def evenly_divided(shape: Sequence[int], placements: Sequence[Placement], mesh: Any) -> tuple[Placement, ...]:

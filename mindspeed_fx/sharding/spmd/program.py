@@ -23,8 +23,18 @@ from mindspeed_fx.errors import OptionError
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.kernels.sharding import register_sharding_rules
 from mindspeed_fx.report.source import source_line
+from mindspeed_fx.sharding.constraint import constrain
 from mindspeed_fx.sharding.plan import Plan, ShardingError, matching, placement_of
-from mindspeed_fx.sharding.spmd import aten_rules, losses, operators, packed, token_dispatch, vocabulary
+from mindspeed_fx.sharding.spmd import (
+    aten_rules,
+    losses,
+    operators,
+    packed,
+    padded,
+    padded_rules,
+    token_dispatch,
+    vocabulary,
+)
 from mindspeed_fx.sharding.spmd import experts as experts_spmd
 from mindspeed_fx.sharding.spmd.expected_collectives import ExpectedCollectives
 from mindspeed_fx.sharding.spmd.kept_whole import KeptWhole
@@ -89,7 +99,8 @@ class Program(torch.nn.Module):
     def forward(self, *local: Any) -> Any:
         traffic = ExpectedCollectives(self.mesh)
         object.__setattr__(self, "traffic", traffic)  # of the last trace: the same as of those before
-        arguments = [self._enter(x, v) for x, v in zip(local, self.values, strict=True)]
+        with self.kept.listening():
+            arguments = [self._enter(x, v) for x, v in zip(local, self.values, strict=True)]
         with fx.traceback.preserve_node_meta(), traffic.listening():
             results = _Planned(self.graph, self.plan, self.mesh, self.known, self.data, traffic, self.kept).run(
                 *arguments
@@ -103,7 +114,7 @@ class Program(torch.nn.Module):
                 if v is not None and v.parameter
             },
         )
-        results = pytree.tree_map_only(DTensor, self._leave, results)
+        results = pytree.tree_map_only(DTensor, self._leave, pytree.tree_map(padded.whole, results))
         return tuple(results) if isinstance(results, (tuple, list)) else results
 
     def _enter(self, x: Any, value: Value | None) -> Any:
@@ -113,17 +124,25 @@ class Program(torch.nn.Module):
             return self._at_rest(x.contiguous(), value)
         if not value.parameter:
             whole = DTensor.from_local(x, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
-            return whole.redistribute(placements=value.placements)
-        result = self._at_rest(x, value)
+            self.kept.where = f'input "{value.name}"'
+            return padded.place(whole, value.placements, lambda t, wanted: t.redistribute(placements=wanted))
+        result = self._parameter(x, value)
         experts = bool(matching(self.plan.experts.get("parameters", ()), value.name))
         for dim in sorted(self.data, reverse=True):  # of several that divide one dimension the inner ones first
             stage, name = self.stages[dim], self.mesh.mesh_dim_names[dim]
-            if result.placements[dim].is_shard() and not (experts and result.placements[dim].is_shard(0)):
+            own = padded.stored_of(result).placements[dim]
+            if own.is_shard() and not (experts and own.is_shard(0)):
                 with dtensor.annotate(stage):
-                    result = redistribute(result, {name: "R"})
+                    result = padded.constrain(result, [(name, "R")])
                 if stage == "zero1":
-                    result = redistribute(result, {name: "R"})
+                    result = padded.constrain(result, [(name, "R")])
         return self._as_packed(result, value)
+
+    def _parameter(self, x: torch.Tensor, value: Value) -> Any:
+        """Parts of unequal sizes are padded."""
+        if not padded.is_uneven(value.shape, value.placements, self.mesh):
+            return self._at_rest(x, value)
+        return padded.parameter(x, self.mesh, value.placements, value.shape, f'parameter "{value.name}"')
 
     def _at_rest(self, x: torch.Tensor, value: Value) -> DTensor:
         """Packed parts are those of a whole in the order of the ranks (:mod:`packed`)."""
@@ -222,6 +241,10 @@ class _Planned(fx.Interpreter):
                 tuple(_joined(a) for a in args),
                 kwargs,
             )
+        if target is constrain:
+            return self._constrained(*args)
+        if padded.is_padded(args, kwargs):
+            return padded_rules.run(self.call_function, self.node, target, args, kwargs)
         if packed.is_packed(args, kwargs):
             return packed.run(self._called, self.node, target, args, kwargs)
         if target is token_dispatch.unpermute_tokens:
@@ -235,6 +258,13 @@ class _Planned(fx.Interpreter):
         if self.inner and target in ATTENTION:
             kwargs = {**kwargs, "inner": self.inner}
         return experts_spmd.with_own_rows(self._called, target, args, kwargs)
+
+    def _constrained(self, x: Any, placed: tuple[tuple[str, str], ...]) -> Any:
+        if isinstance(x, packed.Packed):
+            return packed.run(self._called, self.node, constrain, (x, placed), {})
+        users = list(self.node.users)
+        keys = bool(users) and all(u.target in ATTENTION and self.node in u.args[1:3] for u in users)
+        return padded.constrain(experts_spmd.whole(x), placed, stays_whole=keys)
 
     def _called(self, target: Any, args: tuple, kwargs: dict) -> Any:
         if isinstance(target, torch._ops.OpOverload) and aten_rules.is_sized_by_data(args, kwargs):
@@ -261,7 +291,7 @@ class _Region:
 
 
 def _joined(x: Any) -> Any:
-    return x.joined if isinstance(x, packed.Packed) else x
+    return x.joined if isinstance(x, packed.Packed) else padded.stored_of(x)
 
 
 HANDLERS: dict[Any, Callable] = {

@@ -33,6 +33,17 @@ def placements_of(placed: Mapping[str, str], mesh: DeviceMesh, ndim: int, where:
 
 def redistribute(x: DTensor, placed: Mapping[str, str]) -> DTensor:
     """``x`` at ``placed``; mesh dimensions that it does not name stay. The gradient comes back as ``x`` is."""
+    wanted = wanted_placements(x, placed)
+    try:
+        even(x.shape, wanted, x.device_mesh, f"value of shape {tuple(x.shape)}")
+    except ShardingError as error:
+        keep_whole(error)
+        wanted = list(evenly_divided(x.shape, wanted, x.device_mesh))
+    return moved_to(x, wanted)
+
+
+def wanted_placements(x: DTensor, placed: Mapping[str, str]) -> list[Placement]:
+    """Those of ``x``, but for the mesh dimensions that ``placed`` names."""
     wanted = list(x.placements)
     where = f"value of shape {tuple(x.shape)}"
     for name, word in placed.items():
@@ -42,12 +53,12 @@ def redistribute(x: DTensor, placed: Mapping[str, str]) -> DTensor:
         except ShardingError as error:  # of a dimension that it does not have
             keep_whole(error)
             wanted[i] = Replicate()
-    try:
-        even(x.shape, wanted, x.device_mesh, where)
-    except ShardingError as error:
-        keep_whole(error)
-        wanted = list(evenly_divided(x.shape, wanted, x.device_mesh))
-    return _Redistribute.apply(x, tuple(wanted))
+    return wanted
+
+
+def moved_to(x: DTensor, placements: Sequence[Placement]) -> DTensor:
+    """``x`` at ``placements``, and its gradient back to where ``x`` is, also where nothing moves forward."""
+    return _Redistribute.apply(x, tuple(placements))
 
 
 def placed_at(x: DTensor, placements: Any) -> DTensor:

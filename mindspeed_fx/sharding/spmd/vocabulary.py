@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from mindspeed_fx.compat import dtensor
 from mindspeed_fx.kernels.base import accumulation_dtype
 from mindspeed_fx.kernels.linear_logsumexp import ELSEWHERE, IGNORED, INVALID
 from mindspeed_fx.sharding.spmd.operators import whole
@@ -60,10 +61,20 @@ def _own(index: torch.Tensor, rows: DTensor, over: list[int]) -> tuple[torch.Ten
     return torch.where(own, index - mine[0], 0), own
 
 
+def _counts(device: torch.device, rows: int, classes: int, like: DTensor, over: list[int]) -> torch.Tensor:
+    """bool [own rows]: which of this rank's rows are classes, and no padding behind them."""
+    placements = [Shard(0) if i in over else Replicate() for i in range(like.device_mesh.ndim)]
+    return whole(torch.arange(rows, device=device) < classes, like).redistribute(placements=placements).to_local()
+
+
 def cross_entropy(
-    logits: DTensor, target: DTensor, ignore_index: int, label_smoothing: float
+    logits: DTensor, target: DTensor, ignore_index: int, label_smoothing: float, classes: int | None = None
 ) -> tuple[DTensor, DTensor]:
-    """``mindspeed::cross_entropy``, also of logits [tokens, vocab] whose classes are divided."""
+    """``mindspeed::cross_entropy``, also of logits [tokens, vocab] whose classes are divided.
+
+    Args:
+        classes: so many of them count; what is behind is padding.
+    """
     over = divided_mesh_dims(logits, 1)
     if not over:
         return torch.ops.mindspeed.cross_entropy(logits, target, ignore_index, label_smoothing)
@@ -75,18 +86,23 @@ def cross_entropy(
         placements=[p if i in over else q for i, (p, q) in enumerate(zip(logits.placements, tokens))]
     )
     target = target.redistribute(placements=tokens).to_local()
-    classes = logits.shape[1]
+    rows, classes = logits.shape[1], classes or logits.shape[1]
     local = logits.to_local()
     wide = local.to(accumulation_dtype(local.dtype))
+    padding = None
+    if classes < rows:
+        padding = ~_counts(wide.device, rows, classes, logits, over)
+        wide = wide.masked_fill(padding, float("-inf"))
 
     top = _over_ranks(wide.detach().amax(-1), "max", mesh, tokens, over)
     index, own = _own(
-        target.where(target != ignore_index, -1), whole(torch.arange(classes, device=local.device), logits), over
+        target.where(target != ignore_index, -1), whole(torch.arange(rows, device=local.device), logits), over
     )
     picked = torch.where(own, wide.gather(-1, index.unsqueeze(-1)).squeeze(-1) - top, 0.0)
     numbers = [(wide - top.unsqueeze(-1)).exp().sum(-1), picked]
     if label_smoothing:
-        numbers.append((wide - top.unsqueeze(-1)).sum(-1))
+        below = wide - top.unsqueeze(-1)
+        numbers.append((below if padding is None else below.masked_fill(padding, 0.0)).sum(-1))
     exponentials, picked, *total = _over_ranks(torch.stack(numbers), "sum", mesh, tokens, over).unbind(0)
     below = exponentials.log()
     loss = below - picked
@@ -119,11 +135,16 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     softcap: float = 0.0,
     reduction: str = "mean",
+    classes: int | None = None,
 ) -> DTensor:
-    """``mindspeed::linear_cross_entropy``; a mean divides by the number of tokens that count on all ranks."""
+    """``mindspeed::linear_cross_entropy``; a mean divides by the number of tokens that count on all ranks.
+
+    Args:
+        classes: see :func:`cross_entropy`.
+    """
     settings = (ignore_index, label_smoothing, z_loss, softcap)
     if divided_mesh_dims(weight, 0):
-        losses = _losses(hidden, weight, bias, target, *settings)
+        losses = _losses(hidden, weight, bias, target, *settings, classes or weight.shape[0])
         if reduction == "none":
             return losses
         total = losses.sum()
@@ -132,6 +153,11 @@ def linear_cross_entropy(
     else:
         total = torch.ops.mindspeed.linear_cross_entropy(hidden, weight, bias, target, *settings, "sum")
     return total if reduction == "sum" else total / (target != ignore_index).sum().to(total.dtype)
+
+
+def _first_rows(x: torch.Tensor, own: list[int], mesh: DeviceMesh, dim: int) -> torch.Tensor:
+    """This rank's rows without the padding behind them; at least one."""
+    return x.narrow(0, 0, dtensor.by_coordinate(mesh, dim, lambda place: max(1, own[place])))
 
 
 def _at(x: DTensor, placements: list[Placement]) -> DTensor:
@@ -150,9 +176,11 @@ def _losses(
     label_smoothing: float,
     z_loss: float,
     softcap: float,
+    classes: int,
 ) -> DTensor:
-    """Loss of each token where the classes of ``weight`` are divided: each rank has chunks of its own logits."""
-    over, mesh, classes = divided_mesh_dims(weight, 0), weight.device_mesh, weight.shape[0]
+    """Loss of each token where the ``classes`` of ``weight`` are divided: each rank has chunks of its own logits, of the
+    rows alone that are no padding."""
+    over, mesh = divided_mesh_dims(weight, 0), weight.device_mesh
     tokens = [p if i not in over and p == Shard(0) else Replicate() for i, p in enumerate(hidden.placements)]
     held = [Shard(0) if i in over else Replicate() for i in range(mesh.ndim)]
     # Each rank gives the gradient of hidden its classes' share, and those of its classes its tokens' share.
@@ -161,12 +189,21 @@ def _losses(
     x = _at(hidden, tokens).to_local(grad_placements=summed_hidden)
     w, b = (None if t is None else _at(t, held).to_local(grad_placements=summed_rows) for t in (weight, bias))
     target = target.redistribute(placements=tokens).to_local()
-    index, own = _own(target, whole(torch.arange(classes, device=target.device), weight), over)
+    has_any = None
+    if classes < weight.shape[0]:
+        length = weight.shape[0] // mesh.size(over[0])
+        own_classes = [min(length, classes - place * length) for place in range(mesh.size(over[0]))]
+        w, b = (None if t is None else _first_rows(t, own_classes, mesh, over[0]) for t in (w, b))
+        if own_classes[-1] <= 0:
+            has_any = dtensor.entry_by_coordinate(mesh, over[0], [n > 0 for n in own_classes], target.device)
+    index, own = _own(target, whole(torch.arange(weight.shape[0], device=target.device), weight), over)
     index = torch.where(own, index, torch.where((target >= 0) & (target < classes), ELSEWHERE, INVALID))
     counts = target != ignore_index
     lse, picked, sums = torch.ops.mindspeed.linear_logsumexp(
         x, w, b, torch.where(counts, index, IGNORED), softcap, bool(label_smoothing)
     )
+    if has_any is not None:
+        lse, sums = lse.where(has_any, float("-inf")), sums.where(has_any, 0.0)
     top = _over_ranks(lse.detach(), "max", mesh, tokens, over)
     numbers = [(lse - top).exp(), picked, *([sums] if label_smoothing else [])]
     exponentials, picked, *total = _over_ranks(torch.stack(numbers), "sum", mesh, tokens, over).unbind(0)

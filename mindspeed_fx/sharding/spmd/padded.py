@@ -1,0 +1,303 @@
+"""Values of a size that ranks cannot share evenly: stored with padding behind it, so that all ranks have parts of one
+size.
+
+A :class:`Padded` value is a DTensor of the padded sizes and what is true of them. A dimension is padded only while it is
+divided; what is gathered is cut to its size::
+
+    17 positions, 2 ranks      rank 0: 0 1 2 ... 8      rank 1: 9 10 ... 16 (16)      stored 18
+
+What stands in the padding is never read by an element of the model: operators that work element by element, row by row
+or along other dimensions leave it where it is (what may be divided may be padded, :mod:`padded_rules`), sums leave it
+out, and every other operator gets the whole in its true size. Padding of activations repeats the last element, so that
+it can make no number that is not finite; that of parameters is zero. Gradients of padding are zero, or dropped.
+
+A dimension that was flattened of several has an :class:`Axis` for each: tokens of [batch, sequence] are padded inside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass, field
+from typing import Any, Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.utils import _pytree as pytree
+
+from mindspeed_fx.compat import dtensor
+from mindspeed_fx.sharding.plan import ShardingError
+from mindspeed_fx.sharding.spmd import kept_whole
+from mindspeed_fx.sharding.spmd.parts import from_parts
+from mindspeed_fx.sharding.spmd.redistribute import moved_to, placed_at, redistribute, wanted_placements
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A dimension, or one of those that were flattened to it."""
+
+    size: int
+    stored: int
+    """With the padding at its end."""
+    blank: bool = field(default=False, compare=False)
+    """Whether the padding is that of a parameter, and may have zeros where the model has none."""
+
+
+Axes = tuple[Axis, ...]
+"""Of one dimension, outermost first."""
+
+
+@dataclass(eq=False)
+class Padded:
+    """A value of which some dimensions are padded."""
+
+    stored: DTensor
+    dims: tuple[Axes, ...]
+    zero: bool = False
+    """Whether all padding is zero."""
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(math.prod(a.size for a in axes) for axes in self.dims)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.dims)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.stored.dtype
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        return self.stored.device_mesh
+
+    @property
+    def padded_dims(self) -> list[int]:
+        return [d for d, axes in enumerate(self.dims) if is_padded_axes(axes)]
+
+    def dim(self) -> int:
+        return len(self.dims)
+
+    def is_floating_point(self) -> bool:
+        return self.stored.is_floating_point()
+
+
+def is_padded_axes(axes: Axes) -> bool:
+    return any(a.size != a.stored for a in axes)
+
+
+def plain(size: int) -> Axes:
+    """A dimension without padding."""
+    return (Axis(size, size),)
+
+
+def dims_of(x: DTensor | Padded) -> tuple[Axes, ...]:
+    return x.dims if isinstance(x, Padded) else tuple(plain(n) for n in x.shape)
+
+
+def stored_of(x: Any) -> Any:
+    return x.stored if isinstance(x, Padded) else x
+
+
+def is_padded(*values: Any) -> bool:
+    """Whether one of ``values``, or of what they hold, is padded."""
+    return any(isinstance(x, Padded) for x in pytree.tree_leaves(values))
+
+
+def stored_size(axes: Axes) -> int:
+    return math.prod(a.stored for a in axes)
+
+
+# ------------------------------------------------------------------ into padding and out of it
+
+
+def _locally(x: DTensor, function: Callable[[torch.Tensor], torch.Tensor]) -> DTensor:
+    """``function`` on each rank's part, along dimensions that are not divided."""
+    gradient = [Replicate() if p.is_partial() else p for p in x.placements]
+    return from_parts(function(x.to_local(grad_placements=gradient)), x.device_mesh, x.placements)
+
+
+def stretch(x: DTensor, dim: int, axes: Axes, fill: float | None = None) -> DTensor:
+    """``x``, whole along ``dim``, with padding there: its last element again, or ``fill``."""
+
+    def longer(local: torch.Tensor, at: int, axis: Axis) -> torch.Tensor:
+        count = axis.stored - axis.size
+        if not count:
+            return local
+        last = local.detach().narrow(at, axis.size - 1, 1)
+        shape = [count if d == at else n for d, n in enumerate(local.shape)]
+        padding = last.expand(shape) if fill is None else last.new_full(shape, fill)
+        return torch.cat((local, padding), at)
+
+    return _locally(x, lambda local: _each_axis(local, dim, axes, [a.size for a in axes], longer))
+
+
+def shrink(x: DTensor, dim: int, axes: Axes) -> DTensor:
+    """``x``, whole along ``dim``, without its padding there."""
+
+    def shorter(local: torch.Tensor, at: int, axis: Axis) -> torch.Tensor:
+        return local if axis.size == axis.stored else local.narrow(at, 0, axis.size)
+
+    return _locally(x, lambda local: _each_axis(local, dim, axes, [a.stored for a in axes], shorter))
+
+
+def _each_axis(local: torch.Tensor, dim: int, axes: Axes, sizes: list[int], change: Callable) -> torch.Tensor:
+    if len(axes) > 1:
+        local = local.unflatten(dim, sizes)
+    for i, axis in enumerate(axes):
+        local = change(local, dim + i, axis)
+    return local.flatten(dim, dim + len(axes) - 1) if len(axes) > 1 else local
+
+
+def undivided(x: DTensor | Padded, dims: Iterable[int]) -> DTensor | Padded:
+    """``x`` gathered along ``dims``, in its true size there."""
+    stored, axes = stored_of(x), list(dims_of(x))
+    dims = set(dims)
+    wanted = [Replicate() if dtensor.is_divided(p) and p.dim in dims else p for p in stored.placements]
+    stored = placed_at(stored, wanted)
+    for d in dims:
+        if is_padded_axes(axes[d]):
+            stored, axes[d] = shrink(stored, d, axes[d]), plain(math.prod(a.size for a in axes[d]))
+    return wrap(stored, axes, isinstance(x, Padded) and x.zero)
+
+
+def whole(x: Any) -> Any:
+    """``x`` in its true size, gathered where it is padded."""
+    return undivided(x, x.padded_dims) if isinstance(x, Padded) else x
+
+
+def wrap(stored: DTensor, dims: Sequence[Axes], zero: bool = False) -> DTensor | Padded:
+    """The value that is stored so; cut to its size where no rank has a part of it."""
+    dims = list(dims)
+    for d, axes in enumerate(dims):
+        if is_padded_axes(axes) and not any(dtensor.is_divided(p, d) for p in stored.placements):
+            stored, dims[d] = shrink(stored, d, axes), plain(math.prod(a.size for a in axes))
+    return Padded(stored, tuple(dims), zero) if any(map(is_padded_axes, dims)) else stored
+
+
+def as_stored(x: DTensor | Padded, dims: Mapping[int, Axes], fill: float | None = None) -> DTensor:
+    """``x`` stored with this padding in some of its dimensions, and without any in the others."""
+    own = dims_of(x)
+    other = [d for d, axes in enumerate(own) if dims.get(d, plain(x.shape[d])) != axes and is_padded_axes(axes)]
+    missing = [d for d, axes in dims.items() if is_padded_axes(axes) and (own[d] != axes)]
+    if other or missing:
+        x = undivided(x, {*other, *missing})
+    stored = stored_of(x)
+    for d in missing:
+        stored = stretch(stored, d, dims[d], fill)
+    return stored
+
+
+def mask_of(dims: Sequence[Axes], like: DTensor) -> DTensor:
+    """bool, True for elements and False for padding; of one element where a dimension has none."""
+    ndim, result = len(dims), None
+    for d, axes in enumerate(dims):
+        if not is_padded_axes(axes):
+            continue
+        line = torch.ones((), dtype=torch.bool, device=like.device)
+        for a in axes:
+            line = line.unsqueeze(-1) & (torch.arange(a.stored, device=like.device) < a.size)
+        line = line.reshape([-1 if i == d else 1 for i in range(ndim)])
+        result = line if result is None else result & line
+    return DTensor.from_local(result, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+
+
+def masked(x: Padded, fill: float, dims: Iterable[int] | None = None) -> DTensor:
+    """``x`` as it is stored, with ``fill`` in the padding (of ``dims``)."""
+    if x.zero and fill == 0:
+        return x.stored
+    chosen = [axes if dims is None or d in dims else plain(1) for d, axes in enumerate(x.dims)]
+    if not any(map(is_padded_axes, chosen)):
+        return x.stored
+    stored = placed_at(x.stored, [Replicate() if p.is_partial() else p for p in x.stored.placements])
+    number = fill if x.is_floating_point() else bool(fill) if x.dtype == torch.bool else int(fill)
+    return aten.where.ScalarOther(mask_of(chosen, stored), stored, number)
+
+
+# ------------------------------------------------------------------ placements
+
+
+def place(
+    x: DTensor | Padded, wanted: Sequence[Placement], move: Callable[[DTensor, Sequence[Placement]], DTensor] = placed_at
+) -> DTensor | Padded:
+    """``x`` at ``wanted``, one placement for every mesh dimension, padded where the ranks cannot share it evenly.
+
+    Raises:
+        ShardingError: a dimension of one element, or a padded one that was flattened of several, to be divided.
+    """
+    mesh = x.device_mesh
+    for d in range(x.ndim):
+        over = [i for i, p in enumerate(wanted) if dtensor.is_divided(p, d)]
+        ranks, axes = math.prod(mesh.size(i) for i in over), dims_of(x)[d]
+        if stored_size(axes) % ranks == 0:
+            continue
+        if len(axes) > 1 or x.shape[d] < 2 or any(dtensor.is_strided(wanted[i]) for i in over):
+            raise ShardingError(
+                f"value of shape {tuple(x.shape)}: dimension {d} cannot be padded for {ranks} ranks"
+            )
+        x = undivided(x, [d])
+        axis = Axis(x.shape[d], math.ceil(x.shape[d] / ranks) * ranks)
+        kept_whole.note_padding(axis.size, axis.stored, ranks, [mesh.mesh_dim_names[i] for i in over])
+        dims = [(axis,) if i == d else own for i, own in enumerate(dims_of(x))]
+        x = Padded(stretch(stored_of(x), d, (axis,)), tuple(dims))
+    return wrap(move(stored_of(x), wanted), dims_of(x), isinstance(x, Padded) and x.zero)
+
+
+def constrain(x: Any, placed: Sequence[tuple[str, str]], stays_whole: bool = False) -> Any:
+    """An edge of the plan: ``x`` at ``placed``; other mesh dimensions stay. Padded where the plan allows it.
+
+    Args:
+        stays_whole: what has fewer elements than there are ranks is not padded.
+    """
+    if not placed or not isinstance(x, (DTensor, Padded)):
+        return x
+    if isinstance(x, Padded) or kept_whole.may_pad():
+        wanted = wanted_placements(stored_of(x), dict(placed))
+        with contextlib.suppress(ShardingError):
+            if isinstance(x, Padded) or not (stays_whole and _has_fewer(x, wanted)):
+                return place(x, wanted, moved_to)
+    return redistribute(whole(x), dict(placed))
+
+
+def _has_fewer(x: DTensor, wanted: Sequence[Placement]) -> bool:
+    return any(dtensor.is_divided(p) and x.shape[p.dim] < x.device_mesh.size(i) for i, p in enumerate(wanted))
+
+
+# ------------------------------------------------------------------ parameters
+
+
+def is_uneven(shape: Sequence[int], placements: Sequence[Placement], mesh: DeviceMesh) -> bool:
+    return any(
+        isinstance(p, Shard) and not dtensor.is_strided(p) and shape[p.dim] % mesh.size(i)
+        for i, p in enumerate(placements)
+    )
+
+
+def parameter(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, name: str
+) -> DTensor | Padded:
+    """A parameter of which ranks hold parts of unequal sizes, the first ones the longest: their parts with zeros
+    behind."""
+    dims = [plain(n) for n in shape]
+    for i, p in enumerate(placements):
+        if not isinstance(p, Shard) or shape[p.dim] % mesh.size(i) == 0:
+            continue
+        n = mesh.size(i)
+        length = math.ceil(shape[p.dim] / n)
+        dims[p.dim] = (Axis(shape[p.dim], length * n, blank=True),)
+        own = [min(length, max(0, shape[p.dim] - place * length)) for place in range(n)]
+        count = dtensor.by_coordinate(mesh, i, lambda place, own=own, length=length: length - own[place])
+        kept_whole.note_padding(shape[p.dim], length * n, n, [mesh.mesh_dim_names[i]], name)
+        if not isinstance(count, int) or count:
+            local = torch.nn.functional.pad(local, [0, 0] * (local.ndim - 1 - p.dim) + [0, count])
+    return Padded(from_parts(local, mesh, placements), tuple(dims), zero=True)
+
+
+def can_be_padded(shape: Sequence[int], placements: Sequence[Placement]) -> bool:
+    """Whether an input of the model may be padded as it is divided: channels of images may not, nor one element."""
+    divided = [p.dim for p in placements if dtensor.is_divided(p)]
+    return all(shape[d] > 1 and (d == 0 or len(shape) < 4) for d in divided)
