@@ -28,12 +28,14 @@ def worker(rank, store, scenarios):
         pytest.param(["recomputed"], id="recomputed", marks=pytest.mark.slow),
         pytest.param(["plans"], id="plans", marks=pytest.mark.slow),
         pytest.param(["searched"], id="searched", marks=pytest.mark.slow),
+        pytest.param("uneven uneven_checkpoints".split(), id="uneven", marks=pytest.mark.slow),
         # a process group remembers the order of collectives of a graph: one model by two code generators needs two
         *[
             pytest.param([name], id=name, marks=pytest.mark.slow)
             for name in (
                 "divided_loss",
                 "divided_loss_in_generated_code",
+                "uneven_in_generated_code",
                 "masks",
                 "masks_in_generated_code",
                 "experts",

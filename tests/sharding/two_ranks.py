@@ -36,9 +36,9 @@ def compiled(model, dim, plan, **options):
     return model, torch.compile(model, backend="mindspeed", fullgraph=True, options={"codegen": "eager", **options})
 
 
-def trains_alike(dim, plan, checkpointed=False, tolerance=1e-10, **options):
+def trains_alike(dim, plan, checkpointed=False, tolerance=1e-10, settings=None, sizes=(4, 16), **options):
     """Two steps of AdamW with clipping: losses, norms and weights of the single device."""
-    reference = whole_model()
+    reference = whole_model(**(settings or {}))
     reference.checkpointed = checkpointed
     model, step = compiled(copy.deepcopy(reference), dim, plan, **options)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (reference, model)]
@@ -46,7 +46,7 @@ def trains_alike(dim, plan, checkpointed=False, tolerance=1e-10, **options):
         losses, norms = [], []
         for m, run, optimizer in ((reference, reference, optimizers[0]), (model, step, optimizers[1])):
             optimizer.zero_grad()
-            loss = run(*batch())
+            loss = run(*(x % reference.embed.num_embeddings for x in batch(*sizes)))
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)
             norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
@@ -300,3 +300,42 @@ def explained():
     sites = report.sites("sharding.constraint")
     assert {s.module for s in sites} >= {"layers.0.attention.q_proj", "layers.0.mlp.down_proj", "head"}
     assert all("llama.py" in s.source for s in sites if s.module.startswith("layers"))
+
+
+UNEVEN = dict(vocab=61, ffn=63, hidden=24, heads=3, kv_heads=3)
+
+
+def uneven():
+    """Vocabulary, widths, heads, batch and sequence that two ranks cannot share evenly: two steps as one device."""
+    for dim, plan in (("tp", "tp_sp"), ("cp", "ulysses"), ("cp", "ring"), ("dp", "zero2")):
+        trains_alike(dim, plan, settings=UNEVEN, sizes=(3, 17))
+
+
+def uneven_in_generated_code():
+    trains_alike("tp", "tp_sp", settings=UNEVEN, sizes=(3, 17), codegen="inductor", level=1)
+    trains_alike("cp", "ring", settings=UNEVEN, sizes=(3, 17), codegen="inductor")
+
+
+def uneven_checkpoints():
+    """Parts of unequal sizes saved, and loaded by a whole model; and the other way round."""
+    reference = whole_model(**UNEVEN)
+    model, _ = compiled(copy.deepcopy(reference), "tp", "tp_sp")
+    weight = model.embed._parameters["weight"]
+    assert weight.shape == (61, 24) and weight.to_local().shape[0] == (31, 30)[dist.get_rank()]
+    directory = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(directory)
+    dcp.save(model.state_dict(), checkpoint_id=directory[0])
+    torch.manual_seed(1)
+    single = Llama(layers=1, **UNEVEN).double()
+    loaded = single.state_dict()
+    dcp.load(loaded, checkpoint_id=directory[0])
+    for name, value in reference.state_dict().items():
+        assert torch.equal(loaded[name], value), name
+    dcp.save(loaded, checkpoint_id=directory[0] + "/whole")
+    torch.manual_seed(2)
+    other, _ = compiled(Llama(layers=1, **UNEVEN).double(), "tp", "tp")
+    parts = other.state_dict()
+    dcp.load(parts, checkpoint_id=directory[0] + "/whole")
+    other.load_state_dict(parts)
+    for name, p in other.named_parameters():
+        assert torch.equal(p.full_tensor(), dict(reference.named_parameters())[name]), name

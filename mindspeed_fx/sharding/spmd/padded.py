@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import dataclass, field
-from typing import Any, Callable, Iterable, Mapping, Sequence
+from typing import Any, Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -222,29 +222,36 @@ def masked(x: Padded, fill: float, dims: Iterable[int] | None = None) -> DTensor
 
 
 def place(
-    x: DTensor | Padded, wanted: Sequence[Placement], move: Callable[[DTensor, Sequence[Placement]], DTensor] = placed_at
+    x: DTensor | Padded,
+    wanted: Sequence[Placement],
+    move: Callable[[DTensor, Sequence[Placement]], DTensor] = placed_at,
+    twice: Collection[int] = (),
 ) -> DTensor | Padded:
     """``x`` at ``wanted``, one placement for every mesh dimension, padded where the ranks cannot share it evenly.
+
+    Args:
+        twice: mesh dimensions whose ranks need two chunks each, of one size (a causal ring).
 
     Raises:
         ShardingError: a dimension of one element, or a padded one that was flattened of several, to be divided.
     """
-    mesh = x.device_mesh
-    for d in range(x.ndim):
-        over = [i for i, p in enumerate(wanted) if dtensor.is_divided(p, d)]
-        ranks, axes = math.prod(mesh.size(i) for i in over), dims_of(x)[d]
-        if stored_size(axes) % ranks == 0:
-            continue
-        if len(axes) > 1 or x.shape[d] < 2 or any(dtensor.is_strided(wanted[i]) for i in over):
+    mesh, over = x.device_mesh, [[i for i, p in enumerate(wanted) if dtensor.is_divided(p, d)] for d in range(x.ndim)]
+    ranks = [math.prod(mesh.size(i) for i in own) for own in over]
+    halves = [2 * math.prod(mesh.size(i) for i in own if i in twice) for own in over]
+    chunks = [math.lcm(n, half) if set(own) & set(twice) else n for n, half, own in zip(ranks, halves, over)]
+    uneven = [d for d, axes in enumerate(dims_of(x)) if stored_size(axes) % chunks[d]]
+    for d in uneven:
+        if len(dims_of(x)[d]) > 1 or x.shape[d] < 2 or any(dtensor.is_strided(wanted[i]) for i in over[d]):
             raise ShardingError(
-                f"value of shape {tuple(x.shape)}: dimension {d} cannot be padded for {ranks} ranks"
+                f"value of shape {tuple(x.shape)}: dimension {d} cannot be padded for {ranks[d]} ranks"
             )
-        x = undivided(x, [d])
-        axis = Axis(x.shape[d], math.ceil(x.shape[d] / ranks) * ranks)
-        kept_whole.note_padding(axis.size, axis.stored, ranks, [mesh.mesh_dim_names[i] for i in over])
-        dims = [(axis,) if i == d else own for i, own in enumerate(dims_of(x))]
-        x = Padded(stretch(stored_of(x), d, (axis,)), tuple(dims))
-    return wrap(move(stored_of(x), wanted), dims_of(x), isinstance(x, Padded) and x.zero)
+    x = undivided(x, uneven)
+    stored, dims, zero = stored_of(x), list(dims_of(x)), isinstance(x, Padded) and x.zero and not uneven
+    for d in uneven:
+        axis = Axis(x.shape[d], math.ceil(x.shape[d] / chunks[d]) * chunks[d])
+        kept_whole.note_padding(axis.size, axis.stored, ranks[d], [mesh.mesh_dim_names[i] for i in over[d]])
+        stored, dims[d] = stretch(stored, d, (axis,)), (axis,)
+    return wrap(move(stored, wanted), dims, zero)
 
 
 def constrain(x: Any, placed: Sequence[tuple[str, str]], stays_whole: bool = False) -> Any:

@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 from torch.distributed.tensor import DTensor
 
-from mindspeed_fx.sharding.spmd import aten_rules, ring
+from mindspeed_fx.sharding.spmd import aten_rules, kept_whole, ring
 from mindspeed_fx.sharding.spmd.padded import (
     Axes,
     Padded,
@@ -39,6 +39,8 @@ def attention(called: Callable, node: fx.Node, target: Any, args: tuple, kwargs:
         return NotImplemented
     causal = arg["is_causal" if names[0] == "query" else "causal"]
     if not _goes_round(q, k, v, causal, mask, arg.get("window")):
+        if any(_is_padded(x, SEQUENCE) for x in (k, v)):
+            kept_whole.note("keys and values are gathered, for their sequence is padded")
         k, v = (undivided(x, [SEQUENCE]) if is_padded_axes(dims_of(x)[SEQUENCE]) else x for x in (k, v))
     heads, batch = dims_of(q)[HEADS], next((dims_of(x)[BATCH] for x in (q, k, v) if _is_padded(x, BATCH)), None)
     batch = batch or dims_of(q)[BATCH]

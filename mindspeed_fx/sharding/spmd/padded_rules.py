@@ -21,7 +21,8 @@ from mindspeed_fx.compat.placements import PARTIAL, Even
 from mindspeed_fx.graph import op_sets
 from mindspeed_fx.graph.op_sets import IDENTITIES, RESHAPES, UNIT_DIMENSIONS, is_cast, order_of
 from mindspeed_fx.graph.schema import all_arguments, argument
-from mindspeed_fx.sharding.spmd import aten_rules, kept_whole, losses, operators, padded_attention, vocabulary
+from mindspeed_fx.sharding.spmd import aten_rules, kept_whole, losses, operators, padded_attention, token_dispatch, vocabulary
+from mindspeed_fx.sharding.spmd.experts import OwnRows
 from mindspeed_fx.sharding.spmd.packed import is_packed
 from mindspeed_fx.sharding.spmd.padded import (
     Axes,
@@ -54,7 +55,7 @@ FINITE = frozenset(
 
 def run(called: Called, node: fx.Node, target: Any, args: tuple, kwargs: dict) -> Any:
     """``node``, the call ``target(*args, **kwargs)``, some of whose arguments are padded."""
-    rule = None if is_packed(args, kwargs) else _rule(target)
+    rule = None if is_packed(args, kwargs) or (_is_routed(args, kwargs) and target not in OF_EXPERTS) else _rule(target)
     result = NotImplemented if rule is None else rule(called, node, target, args, kwargs)
     if result is not NotImplemented:
         return result
@@ -63,6 +64,10 @@ def run(called: Called, node: fx.Node, target: Any, args: tuple, kwargs: dict) -
     ):
         kept_whole.note(f"{target} is computed of whole values, which are padded before it")
     return called(target, *pytree.tree_map(whole, (args, kwargs)))
+
+
+def _is_routed(*values: Any) -> bool:
+    return any(isinstance(x, OwnRows) for x in pytree.tree_leaves(values))
 
 
 def _rule(target: Any) -> Callable | None:
@@ -504,9 +509,31 @@ def _experts(called: Called, node: fx.Node, target: Any, args: tuple, kwargs: di
     x, weight, ends = args
     if not isinstance(weight, Padded) or isinstance(x, Padded) or weight.padded_dims != [0]:
         return NotImplemented
-    return called(target, (x, weight.stored, as_stored(ends, {0: weight.dims[0]})), kwargs)
+    ends = None if ends is None else as_stored(ends, {0: weight.dims[0]})
+    return called(target, (x, weight.stored, ends), kwargs)
 
 
+def _permute(called: Called, node: fx.Node, target: Any, args: tuple, kwargs: dict) -> Any:
+    """Tokens that are padding go to experts as others do; nobody reads what comes back."""
+    tokens, chosen = args
+    rows, each = dims_of(tokens)[0], chosen.shape[0] // tokens.shape[0]
+    every = _joined_plain((*rows, Axis(each, each)))
+    result, _ = target(as_stored(tokens, {0: rows}), as_stored(chosen, {0: every}))
+    result.axes = rows
+    return result, result
+
+
+def unpermute_tokens(rows: Any, order: Any, probs: Any, k: int) -> Any:
+    """:func:`token_dispatch.unpermute_tokens`, of tokens that may be padded."""
+    axes = getattr(order, "axes", None)
+    if axes is None:
+        return token_dispatch.unpermute_tokens(whole(rows), order, whole(probs), k)
+    probs = None if probs is None else as_stored(probs, {0: axes})
+    result = token_dispatch.unpermute_tokens(rows, order, probs, k)
+    return wrap(result, [axes, plain(result.shape[1])])
+
+
+OF_EXPERTS = (ops.grouped_matmul.default, token_dispatch.permute_tokens, token_dispatch.ends, operator.getitem)
 PRODUCTS = (
     aten.linear.default, aten.mm.default, aten.matmul.default, aten.bmm.default, aten.addmm.default,
     aten.baddbmm.default,
@@ -542,6 +569,8 @@ RULES: dict[Any, Callable] = {
     ops.cross_entropy.default: _cross_entropy,
     ops.linear_cross_entropy.default: _linear_cross_entropy,
     ops.grouped_matmul.default: _experts,
+    token_dispatch.permute_tokens: _permute,
+    token_dispatch.ends: lambda *_: None,
     **dict.fromkeys((ops.attention.default, aten.scaled_dot_product_attention.default), padded_attention.attention),
 }
 NAMED: dict[str, Callable] = dict.fromkeys(NEUTRAL, _reduction)

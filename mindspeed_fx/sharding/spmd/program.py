@@ -125,7 +125,9 @@ class Program(torch.nn.Module):
         if not value.parameter:
             whole = DTensor.from_local(x, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
             self.kept.where = f'input "{value.name}"'
-            return padded.place(whole, value.placements, lambda t, wanted: t.redistribute(placements=wanted))
+            return padded.place(
+                whole, value.placements, lambda t, wanted: t.redistribute(placements=wanted), self._in_chunks()
+            )
         result = self._parameter(x, value)
         experts = bool(matching(self.plan.experts.get("parameters", ()), value.name))
         for dim in sorted(self.data, reverse=True):  # of several that divide one dimension the inner ones first
@@ -137,6 +139,14 @@ class Program(torch.nn.Module):
                 if stage == "zero1":
                     result = padded.constrain(result, [(name, "R")])
         return self._as_packed(result, value)
+
+    def _in_chunks(self) -> list[int]:
+        """Mesh dimensions over which keys go round, so that inputs are padded to two chunks for each rank."""
+        if not self.plan.keep_whole:
+            return []
+        edges = [edge for name, edge in self.plan.operators.items() if "attention" in name]
+        words = [(dim, word) for e in edges for a in e.arguments.items() if "key" in a[0] for dim, word in a[1].items()]
+        return [self.mesh.mesh_dim_names.index(dim) for dim, word in words if word == "S(2)"]
 
     def _parameter(self, x: torch.Tensor, value: Value) -> Any:
         """Parts of unequal sizes are padded."""
@@ -243,12 +253,12 @@ class _Planned(fx.Interpreter):
             )
         if target is constrain:
             return self._constrained(*args)
+        if target is token_dispatch.unpermute_tokens:
+            return padded_rules.unpermute_tokens(*args)
         if padded.is_padded(args, kwargs):
             return padded_rules.run(self.call_function, self.node, target, args, kwargs)
         if packed.is_packed(args, kwargs):
             return packed.run(self._called, self.node, target, args, kwargs)
-        if target is token_dispatch.unpermute_tokens:
-            return token_dispatch.unpermute_tokens(*args)
         if target is torch.ops.mindspeed.grouped_matmul.default and token_dispatch.uses_all_to_all(args[0]):
             return token_dispatch.grouped_matmul(*args[:2], self.plan.experts.get("capacity"))
         if target is torch.ops.mindspeed.grouped_matmul.default:

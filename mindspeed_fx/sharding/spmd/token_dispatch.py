@@ -161,6 +161,8 @@ class Sorted:
     """[own tokens * k]: their experts."""
     pairs: int
     """tokens * k, of all ranks."""
+    axes: Any = None
+    """How the tokens are padded (:class:`padded.Axis`); None: they are not."""
     dispatches: dict[tuple, "Dispatch"] = field(default_factory=dict)
     _rows: dict[tuple, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _arrived: dict["Dispatch", Tensor] = field(default_factory=dict)
