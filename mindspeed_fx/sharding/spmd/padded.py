@@ -226,11 +226,13 @@ def place(
     wanted: Sequence[Placement],
     move: Callable[[DTensor, Sequence[Placement]], DTensor] = placed_at,
     twice: Collection[int] = (),
+    parted: Mapping[int, int] | None = None,
 ) -> DTensor | Padded:
     """``x`` at ``wanted``, one placement for every mesh dimension, padded where the ranks cannot share it evenly.
 
     Args:
         twice: mesh dimensions whose ranks need two chunks each, of one size (a causal ring).
+        parted: dimension -> the outer one of those that it will be viewed as, which is then padded.
 
     Raises:
         ShardingError: a dimension of one element, or a padded one that was flattened of several, to be divided.
@@ -245,20 +247,25 @@ def place(
             raise ShardingError(
                 f"value of shape {tuple(x.shape)}: dimension {d} cannot be padded for {ranks[d]} ranks"
             )
-    x = undivided(x, uneven)
+    x, parted = undivided(x, uneven), parted or {}
     stored, dims, zero = stored_of(x), list(dims_of(x)), isinstance(x, Padded) and x.zero and not uneven
     for d in uneven:
-        axis = Axis(x.shape[d], math.ceil(x.shape[d] / chunks[d]) * chunks[d])
-        kept_whole.note_padding(axis.size, axis.stored, ranks[d], [mesh.mesh_dim_names[i] for i in over[d]])
-        stored, dims[d] = stretch(stored, d, (axis,)), (axis,)
+        size = parted.get(d, x.shape[d])
+        axis, inner = Axis(size, math.ceil(size / chunks[d]) * chunks[d]), x.shape[d] // size
+        kept_whole.note_padding(size, axis.stored, ranks[d], [mesh.mesh_dim_names[i] for i in over[d]])
+        dims[d] = (axis,) if inner == 1 else (axis, Axis(inner, inner))
+        stored = stretch(stored, d, dims[d])
     return wrap(move(stored, wanted), dims, zero)
 
 
-def constrain(x: Any, placed: Sequence[tuple[str, str]], stays_whole: bool = False) -> Any:
+def constrain(
+    x: Any, placed: Sequence[tuple[str, str]], stays_whole: bool = False, parted: Mapping[int, int] | None = None
+) -> Any:
     """An edge of the plan: ``x`` at ``placed``; other mesh dimensions stay. Padded where the plan allows it.
 
     Args:
         stays_whole: what has fewer elements than there are ranks is not padded.
+        parted: see :func:`place`.
     """
     if not placed or not isinstance(x, (DTensor, Padded)):
         return x
@@ -266,7 +273,7 @@ def constrain(x: Any, placed: Sequence[tuple[str, str]], stays_whole: bool = Fal
         wanted = wanted_placements(stored_of(x), dict(placed))
         with contextlib.suppress(ShardingError):
             if isinstance(x, Padded) or not (stays_whole and _has_fewer(x, wanted)):
-                return place(x, wanted, moved_to)
+                return place(x, wanted, moved_to, parted=parted)
     return redistribute(whole(x), dict(placed))
 
 

@@ -38,7 +38,7 @@ from mindspeed_fx.sharding.spmd.padded import (
     whole,
     wrap,
 )
-from mindspeed_fx.sharding.spmd.redistribute import reshape
+from mindspeed_fx.sharding.spmd.redistribute import groups, reshape
 
 aten, ops = torch.ops.aten, torch.ops.mindspeed
 Called = Callable[[Any, tuple, dict], Any]
@@ -59,7 +59,7 @@ def run(called: Called, node: fx.Node, target: Any, args: tuple, kwargs: dict) -
     result = NotImplemented if rule is None else rule(called, node, target, args, kwargs)
     if result is not NotImplemented:
         return result
-    if target is not operator.getitem and any(
+    if target not in GATHERS and any(
         x.is_floating_point() for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Padded)
     ):
         kept_whole.note(f"{target} is computed of whole values, which are padded before it")
@@ -75,13 +75,11 @@ def _rule(target: Any) -> Callable | None:
         return RULES[target]
     if not isinstance(target, torch._ops.OpOverload) or op_sets.is_random(target):
         return None
-    if aten_rules.is_pointwise(target) or is_cast(target) or target in IDENTITIES:
+    name = aten_rules.name_of(target)
+    if aten_rules.is_pointwise(target) or is_cast(target) or target in IDENTITIES or name in FINITE:
         return _elementwise
     if target.namespace == "mindspeed":
         return _by_own_strategies
-    name = aten_rules.name_of(target)
-    if name in ("zeros_like", "ones_like", "full_like", "empty_like"):
-        return _elementwise
     if name in ("new_zeros", "new_ones", "new_full", "new_empty"):
         return lambda called, node, target, args, kwargs: called(target, (stored_of(args[0]), *args[1:]), kwargs)
     return NAMED.get(name, _by_strategies)
@@ -261,6 +259,19 @@ def _regrouped(axes: Sequence[Axis], shape: Sequence[int]) -> list[Axes] | None:
             return None
         dims.append(_joined_plain(own) or plain(1))
     return dims if not any(a.size != 1 or a.stored != 1 for a in rest) else None
+
+
+def parted_later(node: fx.Node) -> dict[int, int]:
+    """Dimension of ``node`` -> the first of those that the view which reads it makes of it."""
+    before, result = node.meta["val"].shape, {}
+    for user in node.users:
+        if user.target not in VIEWS:
+            continue
+        for old, new in groups(before, user.meta["val"].shape):
+            sizes = [n for n in user.meta["val"].shape[new.start : new.stop] if n != 1]
+            if len(old) == 1 and len(sizes) > 1:
+                result[old.start] = sizes[0]
+    return result
 
 
 def _joined_plain(axes: Sequence[Axis]) -> Axes:
@@ -530,7 +541,8 @@ def unpermute_tokens(rows: Any, order: Any, probs: Any, k: int) -> Any:
         return token_dispatch.unpermute_tokens(whole(rows), order, whole(probs), k)
     probs = None if probs is None else as_stored(probs, {0: axes})
     result = token_dispatch.unpermute_tokens(rows, order, probs, k)
-    return wrap(result, [axes, plain(result.shape[1])])
+    each = result.shape[0] // stored_size(axes)
+    return wrap(result, [_joined_plain((*axes, Axis(each, each))), plain(result.shape[1])])
 
 
 OF_EXPERTS = (ops.grouped_matmul.default, token_dispatch.permute_tokens, token_dispatch.ends, operator.getitem)
@@ -542,6 +554,8 @@ PARTS = (
     aten.slice.Tensor, aten.narrow.default, aten.select.int, aten.split_with_sizes.default, aten.split.Tensor,
     aten.chunk.default, aten.unbind.int,
 )  # fmt: skip
+GATHERS = (operator.getitem, ops.moe_permute.default, ops.moe_unpermute.default, *PARTS)
+"""Those that get whole values also where ranks share them evenly."""
 BY_ELEMENT = (
     aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
     aten.binary_cross_entropy.default, aten.kl_div.default, aten.binary_cross_entropy_with_logits.default,

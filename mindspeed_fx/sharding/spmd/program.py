@@ -274,7 +274,7 @@ class _Planned(fx.Interpreter):
             return packed.run(self._called, self.node, constrain, (x, placed), {})
         users = list(self.node.users)
         keys = bool(users) and all(u.target in ATTENTION and self.node in u.args[1:3] for u in users)
-        return padded.constrain(experts_spmd.whole(x), placed, stays_whole=keys)
+        return padded.constrain(experts_spmd.whole(x), placed, keys, padded_rules.parted_later(self.node))
 
     def _called(self, target: Any, args: tuple, kwargs: dict) -> Any:
         if isinstance(target, torch._ops.OpOverload) and aten_rules.is_sized_by_data(args, kwargs):

@@ -188,7 +188,7 @@ def _parts_as(
     sizes: Sequence[int], divided: Sequence[Placement], mesh: DeviceMesh, shape: Sequence[int]
 ) -> tuple[Placement, ...] | None:
     placements = list(divided)
-    for old, new in _groups(sizes, shape):
+    for old, new in groups(sizes, shape):
         before, after = [sizes[d] for d in old], [shape[d] for d in new]
         for i, p in enumerate(divided):
             if not dtensor.is_divided(p) or p.dim not in old:
@@ -213,7 +213,7 @@ def _divided_dims(sizes: Sequence[int], pieces: int, n: int) -> tuple[int, int] 
     return None
 
 
-def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[range, range]]:
+def groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[range, range]]:
     """Runs of dimensions, before and after a view, that hold the same elements; as short as they can be."""
     groups, i, j = [], 0, 0
     while i < len(before) or j < len(after):
