@@ -18,7 +18,7 @@ from mindspeed_fx.compat.placements import REPLICATED
 from mindspeed_fx.graph import op_sets
 from mindspeed_fx.kernels.sharding import along
 from mindspeed_fx.sharding.spmd.parts import Strategy, from_parts, run_in_parts
-from mindspeed_fx.sharding.spmd.redistribute import is_divided_twice
+from mindspeed_fx.sharding.spmd.redistribute import is_divided_twice, summed_at
 
 aten = torch.ops.aten
 LINEAR = frozenset(
@@ -200,7 +200,7 @@ def _summed_for(name: str, tensors: list[DTensor]) -> Callable[[DTensor], DTenso
 
     def make(x: DTensor) -> DTensor:
         wanted = [Replicate() if s and p.is_partial() else p for s, p in zip(summed, x.placements)]
-        return x if wanted == list(x.placements) else x.redistribute(placements=wanted)
+        return x if wanted == list(x.placements) else summed_at(x, wanted)
 
     return make
 

@@ -16,7 +16,7 @@ from mindspeed_fx.sharding.plan import ShardingError
 from mindspeed_fx.sharding.spmd import aten_rules, ring
 from mindspeed_fx.sharding.spmd.kept_whole import keep_whole
 from mindspeed_fx.sharding.spmd.parts import run_whole
-from mindspeed_fx.sharding.spmd.redistribute import placed_at
+from mindspeed_fx.sharding.spmd.redistribute import placed_at, summed_at
 
 aten = torch.ops.aten
 
@@ -104,7 +104,7 @@ class _DividedNorm(torch.autograd.Function):
 
 def sum_partials(x: DTensor) -> DTensor:
     """``x`` without partial sums; its gradient is whole where ``x`` was partial."""
-    return x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
+    return summed_at(x, [Replicate() if p.is_partial() else p for p in x.placements])
 
 
 def add_rms_norm(x: DTensor, residual: DTensor, weight: DTensor | None, eps: float, cast_first: bool) -> Any:

@@ -103,6 +103,11 @@ def stored_of(x: Any) -> Any:
     return x.stored if isinstance(x, Padded) else x
 
 
+def same_padding(x: Any) -> Callable[[Any], Any]:
+    """What makes ``x`` of what it is stored as again."""
+    return lambda stored: Padded(stored, x.dims, x.zero) if isinstance(x, Padded) else stored
+
+
 def is_padded(*values: Any) -> bool:
     """Whether one of ``values``, or of what they hold, is padded."""
     return any(isinstance(x, Padded) for x in pytree.tree_leaves(values))

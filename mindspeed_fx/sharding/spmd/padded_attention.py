@@ -11,6 +11,7 @@ import torch
 import torch.fx as fx
 from torch.distributed.tensor import DTensor
 
+from mindspeed_fx.sharding.plan import ShardingError
 from mindspeed_fx.sharding.spmd import aten_rules, kept_whole, ring
 from mindspeed_fx.sharding.spmd.padded import (
     Axes,
@@ -92,5 +93,8 @@ def _goes_round(q: Any, k: Any, v: Any, causal: bool, mask: Any, window: Any) ->
     if not causal or mask is not None or window or dims_of(q)[SEQUENCE] != dims_of(k)[SEQUENCE]:
         return False
     stored = [stored_of(x) for x in (q, k, v)]
-    dim = ring.over(*stored)
+    try:
+        dim = ring.over(*stored)
+    except ShardingError:
+        return False
     return dim is not None and stored[0].shape[SEQUENCE] % (2 * stored[0].device_mesh.size(dim)) == 0

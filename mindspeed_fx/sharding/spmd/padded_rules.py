@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from mindspeed_fx.compat.placements import PARTIAL, Even
 from mindspeed_fx.graph import op_sets
+from mindspeed_fx.graph.annotate import written_nodes
 from mindspeed_fx.graph.op_sets import IDENTITIES, RESHAPES, UNIT_DIMENSIONS, is_cast, order_of
 from mindspeed_fx.graph.schema import all_arguments, argument
 from mindspeed_fx.sharding.spmd import aten_rules, kept_whole, losses, operators, padded_attention, token_dispatch, vocabulary
@@ -76,6 +77,8 @@ def _rule(target: Any) -> Callable | None:
     if not isinstance(target, torch._ops.OpOverload) or op_sets.is_random(target):
         return None
     name = aten_rules.name_of(target)
+    if target._schema.is_mutable:
+        return _in_place
     if aten_rules.is_pointwise(target) or is_cast(target) or target in IDENTITIES or name in FINITE:
         return _elementwise
     if target.namespace == "mindspeed":
@@ -111,7 +114,7 @@ def _tensors(*values: Any) -> list[Any]:
 
 def _elementwise(called: Called, node: fx.Node, target: Any, args: tuple, kwargs: dict) -> Any:
     value, tensors = node.meta.get("val"), _tensors(args, kwargs)
-    if not isinstance(value, torch.Tensor) or target._schema.is_mutable:
+    if not isinstance(value, torch.Tensor):
         return NotImplemented
     if is_cast(target) or aten_rules.name_of(target).endswith("_like"):  # others say a type alone
         if not isinstance(args[0], Padded):
@@ -135,6 +138,27 @@ def _elementwise(called: Called, node: fx.Node, target: Any, args: tuple, kwargs
     args, kwargs = pytree.tree_map(operand, (args, kwargs), is_leaf=lambda x: isinstance(x, Padded))
     zero = len(tensors) == 1 and target in IDENTITIES and tensors[0].zero
     return wrap(called(target, args, kwargs), dims, zero)
+
+
+def _in_place(called: Called, node: fx.Node, target: Any, args: tuple, kwargs: dict) -> Any:
+    """A write element by element, to what is stored."""
+    x, dims = args[0], dims_of(args[0])
+    rest = [broadcast(a, dims) if isinstance(a, (DTensor, Padded)) else a for a in args[1:]]
+    result = called(target, (stored_of(x), *rest), kwargs)
+    return x if isinstance(x, Padded) else result
+
+
+def writes_elsewhere(gm: fx.GraphModule) -> fx.Node | None:
+    """An operator of ``gm`` that writes to a value of the graph in another way than element by element, which none of
+    padded values can: their whole is a copy."""
+    for node in gm.graph.nodes:
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+            continue
+        made = any(isinstance(a, fx.Node) and a.op == "call_function" for a in written_nodes(node))
+        if made and not aten_rules.is_pointwise(target):
+            return node
+    return None
 
 
 def _dropout(called: Called, node: fx.Node, target: Any, args: tuple, kwargs: dict) -> Any:
@@ -221,7 +245,7 @@ def _by_own_strategies(called: Called, node: fx.Node, target: Any, args: tuple, 
 
 def _by_strategies(called: Called, node: fx.Node, target: Any, args: tuple, kwargs: dict) -> Any:
     tensors = _tensors(args, kwargs)
-    if target._schema.is_mutable or not tensors:
+    if not tensors:
         return NotImplemented
     count = 1 if isinstance(node.meta["val"], torch.Tensor) else len(node.meta["val"])
     rows = [([d] * count, inputs) for d, inputs in aten_rules.strategies(target, args, kwargs, tensors)]
@@ -425,7 +449,8 @@ def _reduction(called: Called, node: fx.Node, target: Any, args: tuple, kwargs: 
     stored = masked(x, fill, padded) if padded else x.stored
     result = called(target, (stored, *args[1:]), kwargs)
     if name == "mean" and padded:
-        result = result * (math.prod(stored_size(x.dims[d]) for d in padded) / math.prod(x.shape[d] for d in padded))
+        more = math.prod(stored_size(x.dims[d]) for d in padded) / math.prod(x.shape[d] for d in padded)
+        result = operators.sum_partials(result) * more
     kept = [plain(1) if d in over else axes for d, axes in enumerate(x.dims) if arg.get("keepdim") or d not in over]
     return wrap(result, kept)
 
@@ -453,7 +478,7 @@ def _loss_by_element(called: Called, node: fx.Node, target: Any, args: tuple, kw
     stored = masked(x, 0.0)
     if reduction == losses.SUM:
         return stored.sum()
-    return called(aten.mean.default, (stored,), {}) * (stored.numel() / math.prod(x.shape))
+    return operators.sum_partials(called(aten.mean.default, (stored,), {})) * (stored.numel() / math.prod(x.shape))
 
 
 def _loss_by_class(called: Called, node: fx.Node, target: Any, args: tuple, kwargs: dict) -> Any:

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from mindspeed_fx.compat import autocast, dtensor, packed_shards, strided_shards, tracing
 from mindspeed_fx.errors import OptionError
+from mindspeed_fx.graph.annotate import bodies
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.kernels.sharding import register_sharding_rules
 from mindspeed_fx.report.source import source_line
@@ -37,7 +38,7 @@ from mindspeed_fx.sharding.spmd import (
 )
 from mindspeed_fx.sharding.spmd import experts as experts_spmd
 from mindspeed_fx.sharding.spmd.expected_collectives import ExpectedCollectives
-from mindspeed_fx.sharding.spmd.kept_whole import KeptWhole
+from mindspeed_fx.sharding.spmd.kept_whole import KeptWhole, evenly_divided
 from mindspeed_fx.sharding.spmd.parts import run_whole
 from mindspeed_fx.sharding.spmd.redistribute import flatten, placements_of, redistribute, reshape, reshape_as, unflatten
 from mindspeed_fx.sharding.spmd.static_masks import ATTENTION, known_masks
@@ -90,9 +91,13 @@ class Program(torch.nn.Module):
         object.__setattr__(self, "known", known_masks(graph))
         object.__setattr__(self, "traffic", ExpectedCollectives(mesh))
         object.__setattr__(self, "kept", KeptWhole(plan.keep_whole))
+        written = next((n for n in map(padded_rules.writes_elsewhere, (graph, *bodies(graph))) if n is not None), None)
+        self.kept.pads = written is None
         for value in values:
             if value is not None and (reason := value.kept or _kept_parameter(value, plan, mesh)):
                 self.kept.note(reason)
+        if written is not None and any(v is not None and self._is_uneven(v) for v in values):
+            self.kept.note(f"{_where(written)}: {written.target} writes in place, so that nothing is padded")
         self.stages = {mesh.mesh_dim_names.index(name): stage for name, stage in plan.gather.items()}
         self.data = [dim for dim, stage in self.stages.items() if stage != "never"]
 
@@ -125,6 +130,8 @@ class Program(torch.nn.Module):
         if not value.parameter:
             whole = DTensor.from_local(x, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
             self.kept.where = f'input "{value.name}"'
+            if not self.kept.pads:
+                return whole.redistribute(placements=evenly_divided(value.shape, value.placements, self.mesh))
             return padded.place(
                 whole, value.placements, lambda t, wanted: t.redistribute(placements=wanted), self._in_chunks()
             )
@@ -150,9 +157,13 @@ class Program(torch.nn.Module):
 
     def _parameter(self, x: torch.Tensor, value: Value) -> Any:
         """Parts of unequal sizes are padded."""
-        if not padded.is_uneven(value.shape, value.placements, self.mesh):
+        if not self._is_uneven(value):
             return self._at_rest(x, value)
-        return padded.parameter(x, self.mesh, value.placements, value.shape, f'parameter "{value.name}"')
+        result = padded.parameter(x, self.mesh, value.placements, value.shape, f'parameter "{value.name}"')
+        return result if self.kept.pads else padded.whole(result)
+
+    def _is_uneven(self, value: Value) -> bool:
+        return padded.is_uneven(value.shape, value.placements, self.mesh)
 
     def _at_rest(self, x: torch.Tensor, value: Value) -> DTensor:
         """Packed parts are those of a whole in the order of the ranks (:mod:`packed`)."""
@@ -243,14 +254,7 @@ class _Planned(fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
         if tracing.is_checkpoint(target):
-            again = [packed.same_pieces(a) for a in args[1:]]
-            return dtensor.run_checkpointed(
-                lambda body: _Region(
-                    _Planned(body, self.plan, self.mesh, self.known, self.data, self.traffic, self.kept), again
-                ),
-                tuple(_joined(a) for a in args),
-                kwargs,
-            )
+            return self._checkpointed(args, kwargs)
         if target is constrain:
             return self._constrained(*args)
         if target is token_dispatch.unpermute_tokens:
@@ -268,6 +272,19 @@ class _Planned(fx.Interpreter):
         if self.inner and target in ATTENTION:
             kwargs = {**kwargs, "inner": self.inner}
         return experts_spmd.with_own_rows(self._called, target, args, kwargs)
+
+    def _checkpointed(self, args: tuple, kwargs: dict) -> Any:
+        """A region that is run again in the backward: packed and padded values go in and out as DTensors."""
+        again = [padded.same_padding(a) if isinstance(a, padded.Padded) else packed.same_pieces(a) for a in args[1:]]
+        dims: list[Callable[[Any], Any]] = []
+
+        def planned(body: fx.GraphModule) -> "_Region":
+            inner = _Planned(body, self.plan, self.mesh, self.known, self.data, self.traffic, self.kept)
+            return _Region(inner, again, dims)
+
+        results = dtensor.run_checkpointed(planned, tuple(_joined(a) for a in args), kwargs)
+        leaves, spec = pytree.tree_flatten(results)
+        return pytree.tree_unflatten([pad(x) for pad, x in zip(dims, leaves, strict=True)], spec)
 
     def _constrained(self, x: Any, placed: tuple[tuple[str, str], ...]) -> Any:
         if isinstance(x, packed.Packed):
@@ -295,9 +312,13 @@ class _Region:
 
     planned: _Planned
     again: list[Callable[[Any], Any]]
+    dims: list[Callable[[Any], Any]]
+    """What makes results padded values again; filled by the run."""
 
     def run(self, *values: Any) -> Any:
-        return self.planned.run(*(pack(x) for pack, x in zip(self.again, values, strict=True)))
+        results = self.planned.run(*(pack(x) for pack, x in zip(self.again, values, strict=True)))
+        self.dims[:] = [padded.same_padding(x) for x in pytree.tree_leaves(results)]
+        return pytree.tree_map(padded.stored_of, results)
 
 
 def _joined(x: Any) -> Any:

@@ -68,6 +68,13 @@ def placed_at(x: DTensor, placements: Any) -> DTensor:
     return x if list(x.placements) == list(placements) else _Redistribute.apply(x, tuple(placements))
 
 
+def summed_at(x: DTensor, placements: Sequence[Placement]) -> DTensor:
+    """``x`` at ``placements``, where sums that were not yet made are. DTensor (2.13) refuses the gradient of a mean that
+    is not yet made if it is a sum that is not."""
+    is_mean = any(p.is_partial() and p.reduce_op != "sum" for p in x.placements)
+    return moved_to(x, placements) if is_mean else x.redistribute(placements=placements)
+
+
 class _Redistribute(torch.autograd.Function):
     """DTensor's ``redistribute`` whose local results are stored in the order of dimensions that the whole has: what
     collectives return is contiguous, and a view that is right for the whole would fail on it. Parts of one dimension
