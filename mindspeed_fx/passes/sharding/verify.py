@@ -67,6 +67,7 @@ def verify(gm: fx.GraphModule, context: Context) -> PassReport:
         for w in traffic.wholes
     ]
     report.skipped += [Skip("kept whole", reason) for reason in result.program.kept.reasons]
+    report.notes += [f"padded: {text}" for text in result.program.kept.padded]
     larger, alternatives = grown(gm, forward_of(gm), min((n for n in mesh.shape if n > 1), default=2))
     report.skipped += [
         skip(

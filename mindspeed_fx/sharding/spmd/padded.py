@@ -276,14 +276,17 @@ def constrain(
         return x
     if isinstance(x, Padded) or kept_whole.may_pad():
         wanted = wanted_placements(stored_of(x), dict(placed))
+        for i, p in enumerate(wanted):
+            if stays_whole and dtensor.is_divided(p) and x.shape[p.dim] < x.device_mesh.size(i):
+                over = f'{x.device_mesh.size(i)} ranks of "{x.device_mesh.mesh_dim_names[i]}"'
+                kept_whole.note(
+                    f"value of shape {tuple(x.shape)}: dimension {p.dim} has {x.shape[p.dim]} elements, which {over} "
+                    "cannot share evenly"
+                )
+                wanted[i] = Replicate()
         with contextlib.suppress(ShardingError):
-            if isinstance(x, Padded) or not (stays_whole and _has_fewer(x, wanted)):
-                return place(x, wanted, moved_to, parted=parted)
+            return place(x, wanted, moved_to, parted=parted)
     return redistribute(whole(x), dict(placed))
-
-
-def _has_fewer(x: DTensor, wanted: Sequence[Placement]) -> bool:
-    return any(dtensor.is_divided(p) and x.shape[p.dim] < x.device_mesh.size(i) for i, p in enumerate(wanted))
 
 
 # ------------------------------------------------------------------ parameters

@@ -24,6 +24,7 @@ from mindspeed_fx.sharding.spmd.padded import (
     undivided,
     wrap,
 )
+from mindspeed_fx.sharding.spmd.redistribute import placed_at
 
 aten = torch.ops.aten
 BATCH, HEADS, SEQUENCE = 0, 1, 2
@@ -46,14 +47,12 @@ def attention(called: Callable, node: fx.Node, target: Any, args: tuple, kwargs:
     heads, batch = dims_of(q)[HEADS], next((dims_of(x)[BATCH] for x in (q, k, v) if _is_padded(x, BATCH)), None)
     batch = batch or dims_of(q)[BATCH]
     if is_padded_axes(heads) or any(_is_padded(x, HEADS) for x in (k, v)):
-        if not is_padded_axes(heads) or (sinks is not None and sinks.ndim > 1):
-            q, k, v = (undivided(x, [HEADS]) for x in (q, k, v))
-            heads = plain(q.shape[HEADS])
-        else:
-            k, v = (_repeated(x, q.shape[HEADS], heads) for x in (k, v))
+        k, v = (_repeated(x, q.shape[HEADS]) for x in (k, v))
     q = as_stored(q, {BATCH: batch, HEADS: heads, SEQUENCE: dims_of(q)[SEQUENCE]})
     keys = dims_of(k)[SEQUENCE]
     k, v = (as_stored(x, {BATCH: batch, HEADS: _same(x, heads), SEQUENCE: keys}) for x in (k, v))
+    if k.shape[HEADS] == q.shape[HEADS]:
+        k, v = (placed_at(x, [p if p.is_shard(HEADS) else own for p, own in zip(q.placements, x.placements)]) for x in (k, v))
     rows = dims_of(arg[names[0]])[SEQUENCE]
     if mask is not None:
         lead = 4 - mask.ndim
@@ -78,8 +77,8 @@ def _same(x: Any, heads: Axes) -> Axes:
     return heads if x.shape[HEADS] == sum(a.size for a in heads) else dims_of(x)[HEADS]
 
 
-def _repeated(x: Any, count: int, heads: Axes) -> DTensor | Padded:
-    """Keys or values for each head of the queries, padded as these are."""
+def _repeated(x: Any, count: int) -> DTensor | Padded:
+    """Keys or values for each head of the queries."""
     if x.shape[HEADS] == count:
         return x
     x = undivided(x, [HEADS])

@@ -14,7 +14,7 @@ from typing import Any, Callable, Iterable, Sequence
 
 import torch
 import torch.fx as fx
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
 from mindspeed_fx.compat.placements import PARTIAL, Even
@@ -33,13 +33,15 @@ from mindspeed_fx.sharding.spmd.padded import (
     dims_of,
     is_padded_axes,
     masked,
+    place,
     plain,
     stored_of,
     stored_size,
+    undivided,
     whole,
     wrap,
 )
-from mindspeed_fx.sharding.spmd.redistribute import groups, reshape
+from mindspeed_fx.sharding.spmd.redistribute import groups, placed_at, reshape
 
 aten, ops = torch.ops.aten, torch.ops.mindspeed
 Called = Callable[[Any, tuple, dict], Any]
@@ -211,6 +213,10 @@ def _run_stored(called: Called, node: fx.Node, target: Any, args: tuple, kwargs:
     if found is None:
         return NotImplemented
     dims, placed = found
+    values = node.meta["val"]
+    shapes = [getattr(v, "shape", None) for v in ([values] if isinstance(values, torch.Tensor) else values)]
+    if any(shapes[i][d] != math.prod(a.size for a in axes) for i, d, axes in placed):
+        return NotImplemented  # the result is longer or shorter there
     stored = iter([as_stored(x, own) for x, own in zip(tensors, dims)])
     args, kwargs = pytree.tree_map(
         lambda x: next(stored) if isinstance(x, (DTensor, Padded)) else x,
@@ -393,6 +399,9 @@ def _product(called: Called, node: fx.Node, target: Any, args: tuple, kwargs: di
         lead = y.ndim - 2 - len(batch)
         y_own |= {d + lead: a for d, a in enumerate(batch) if d + lead >= 0 and y.shape[d + lead] > 1}
     if summed is not None:
+        if len(summed) > 1 and y.shape[out] > math.prod(x.shape[:-1]):  # less to gather than of the weight
+            x = undivided(x, [x.ndim - 1]) if is_padded_axes(dims_of(x)[-1]) else x
+            return called(target, tuple(x if i == at else a for i, a in enumerate(args)), kwargs)
         x, y = _without_summed_padding(x, y, inner, summed, x_own, y_own)
     else:
         x, y = as_stored(x, x_own), as_stored(y, y_own)
@@ -415,7 +424,55 @@ def _without_summed_padding(
     if not zero_y and not (isinstance(x, Padded) and x.zero):
         only = tuple(summed if d == inner else plain(n) for d, n in enumerate(stored_y.shape))
         stored_y = masked(Padded(stored_y, only), 0)
-    return stored_x, stored_y
+    # each rank has the summands of its part of x
+    placed = [Shard(inner) if p.is_shard(last) else q for p, q in zip(stored_x.placements, stored_y.placements)]
+    return stored_x, placed_at(stored_y, placed)
+
+
+def with_whole_heads(node: fx.Node, target: Any, args: tuple) -> tuple:
+    """Arguments of a linear layer whose results are viewed as heads that ranks cannot share, though they share the
+    results: the weight moved so that the first ranks have the same number of whole heads, and zeros behind. It is
+    smaller than the results, which would be gathered otherwise."""
+    at = 2 if target is aten.addmm.default else 1
+    weight, x = args[at], args[at - 1]
+    out = 0 if target is aten.linear.default else 1
+    heads = parted_later(node).get(node.meta["val"].ndim - 1)
+    if heads is None or not kept_whole.may_pad() or not all(isinstance(t, (DTensor, Padded)) for t in (weight, x)):
+        return args
+    if weight.ndim != 2:
+        return args
+    over = [i for i, p in enumerate(stored_of(weight).placements) if p == Shard(out)]
+    ranks = math.prod(weight.device_mesh.size(i) for i in over)
+    if heads % ranks == 0 or heads < ranks or weight.shape[1 - out] > math.prod(x.shape[:-1]):
+        return args
+    names = [weight.device_mesh.mesh_dim_names[i] for i in over]
+    axes = _heads(heads, weight.shape[out] // heads, ranks, names, blank=True)
+    placements = stored_of(weight).placements
+    stored = placed_at(as_stored(weight, {out: axes}, 0), placements)
+    moved = Padded(stored, tuple(axes if d == out else plain(n) for d, n in enumerate(weight.shape)), zero=True)
+    return (*args[:at], moved, *args[at + 1 :])
+
+
+def _heads(count: int, width: int, ranks: int, names: Sequence[str], blank: bool = False) -> Axes:
+    axis = Axis(count, math.ceil(count / ranks) * ranks, blank)
+    kept_whole.note_padding(count, axis.stored, ranks, names)
+    return (axis, Axis(width, width)) if width > 1 else (axis,)
+
+
+def view_as_heads(node: fx.Node, x: DTensor) -> Any:
+    """A view that makes of a divided dimension one that the ranks cannot share, gathered and padded; NotImplemented for
+    other views."""
+    shape = node.meta["val"].shape
+    for old, new in groups(x.shape, shape) if kept_whole.may_pad() else ():
+        over = [i for i, p in enumerate(x.placements) if p == Shard(old.start)]
+        ranks = math.prod(x.device_mesh.size(i) for i in over)
+        sizes = [d for d in new if shape[d] != 1]
+        if len(old) > 1 or len(sizes) < 2 or not over or shape[sizes[0]] % ranks == 0 or shape[sizes[0]] < ranks:
+            continue
+        viewed = reshape(stored_of(undivided(x, [old.start])), shape)
+        wanted = [Shard(sizes[0]) if i in over else p for i, p in enumerate(viewed.placements)]
+        return place(viewed, wanted)
+    return NotImplemented
 
 
 def _embedding(called: Called, node: fx.Node, target: Any, args: tuple, kwargs: dict) -> Any:
@@ -575,6 +632,8 @@ PRODUCTS = (
     aten.linear.default, aten.mm.default, aten.matmul.default, aten.bmm.default, aten.addmm.default,
     aten.baddbmm.default,
 )  # fmt: skip
+LINEAR = (aten.linear.default, aten.mm.default, aten.matmul.default, aten.addmm.default)
+"""Products by a weight, which is the second factor."""
 PARTS = (
     aten.slice.Tensor, aten.narrow.default, aten.select.int, aten.split_with_sizes.default, aten.split.Tensor,
     aten.chunk.default, aten.unbind.int,

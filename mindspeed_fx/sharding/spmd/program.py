@@ -257,10 +257,18 @@ class _Planned(fx.Interpreter):
             return self._checkpointed(args, kwargs)
         if target is constrain:
             return self._constrained(*args)
+        if target in padded_rules.VIEWS and isinstance(args[0], DTensor):
+            if (heads := padded_rules.view_as_heads(self.node, args[0])) is not NotImplemented:
+                return heads
+        if target in padded_rules.LINEAR:
+            args = padded_rules.with_whole_heads(self.node, target, args)
+        return self._dispatched(target, args, kwargs)
+
+    def _dispatched(self, target: Any, args: tuple, kwargs: dict) -> Any:
         if target is token_dispatch.unpermute_tokens:
             return padded_rules.unpermute_tokens(*args)
         if padded.is_padded(args, kwargs):
-            return padded_rules.run(self.call_function, self.node, target, args, kwargs)
+            return padded_rules.run(self._dispatched, self.node, target, args, kwargs)
         if packed.is_packed(args, kwargs):
             return packed.run(self._called, self.node, target, args, kwargs)
         if target is torch.ops.mindspeed.grouped_matmul.default and token_dispatch.uses_all_to_all(args[0]):
