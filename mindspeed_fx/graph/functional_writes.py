@@ -14,7 +14,16 @@ import torch
 import torch.fx as fx
 
 from mindspeed_fx.graph.annotate import written_nodes
-from mindspeed_fx.graph.op_sets import functional_form, is_random, may_alias
+from mindspeed_fx.graph.op_sets import (
+    REORDERINGS,
+    RESHAPES,
+    UNIT_DIMENSIONS,
+    functional_form,
+    is_random,
+    may_alias,
+    order_of,
+)
+from mindspeed_fx.graph.storage import aliased_input
 
 aten = torch.ops.aten
 SCATTERS = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
@@ -22,53 +31,70 @@ SCATTERS = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten
 
 
 def make_writes_functional(gm: fx.GraphModule) -> None:
-    """Whatever is written into parts of a value that the graph makes becomes a new value for the readers after it.
+    """Whatever is written into parts of a value that the graph makes, or into views of it, becomes a new value for the
+    readers after it.
 
     Writes into inputs and through other views stay.
     """
     order = {n: i for i, n in enumerate(gm.graph.nodes)}
     for node in list(gm.graph.nodes):
         parts = _parts(node) if len(written_nodes(node)) == 1 else None
-        if parts is None or not _only_parts(node, parts[-1].args[0], order):
+        if parts is None or not _only_parts(node, parts, order):
             continue
-        base = parts[-1].args[0]
         with gm.graph.inserting_before(node):
             value = _as_written(gm, node)
             if value is None:
                 continue
             node.replace_all_uses_with(value)
+            written = [(parts[0], value)]
             for part in parts:
-                whole = part.args[0]
-                value = _call(
-                    gm,
-                    node,
-                    whole.meta["val"],
-                    SCATTERS[part.target],
-                    (whole, value, *part.args[1:]),
-                    dict(part.kwargs),
-                )
-        order[value] = order[node]
-        later = [u for u in base.users if order.get(u, -1) > order[node]]
-        for user in later:
-            user.replace_input_with(base, value)
+                value = _put_back(gm, node, part, value)
+                written.append((part.args[0], value))
+        for old, new in written:
+            order[new] = order[node]
+            for user in [u for u in old.users if order.get(u, -1) > order[node]]:
+                user.replace_input_with(old, new)
         gm.graph.erase_node(node)
     gm.recompile()
 
 
 def _parts(node: fx.Node) -> list[fx.Node] | None:
-    """The chain of parts from what ``node`` writes to the value that the graph made; None where it is no such chain."""
+    """The chain of parts and views from what ``node`` writes to the value that the graph made; None where it is no such
+    chain."""
     chain, n = [], node.args[0]
-    while isinstance(n, fx.Node) and n.target in SCATTERS:
+    while isinstance(n, fx.Node) and (n.target in SCATTERS or _is_same_elements(n)):
         chain.append(n)
         n = n.args[0]
-    return chain if chain and isinstance(n, fx.Node) and n.op == "call_function" else None
+    is_made = isinstance(n, fx.Node) and n.op == "call_function" and aliased_input(n) is None
+    return chain if chain and is_made else None
 
 
-def _only_parts(node: fx.Node, base: fx.Node, order: dict[fx.Node, int]) -> bool:
-    """Whether nobody reads the memory of ``base`` after ``node`` but through ``base`` itself: a part taken before it
-    would have to be taken anew."""
-    views = [u for u in base.users if order.get(u, -1) < order[node] and may_alias(u.target)]
-    return all(order[user] <= order[node] for view in views for user in view.users)
+def _is_same_elements(n: fx.Node) -> bool:
+    """Whether ``n`` is a view of all elements of its argument."""
+    return n.target in (*RESHAPES, *UNIT_DIMENSIONS, *REORDERINGS) and aliased_input(n) is n.args[0]
+
+
+def _put_back(gm: fx.GraphModule, node: fx.Node, part: fx.Node, value: fx.Node) -> fx.Node:
+    """What ``part`` is a part or a view of, with ``value`` in the part's place."""
+    whole = part.args[0]
+    val = whole.meta["val"]
+    if part.target in SCATTERS:
+        return _call(gm, node, val, SCATTERS[part.target], (whole, value, *part.args[1:]), dict(part.kwargs))
+    if (dims := order_of(part)) is not None:
+        return _call(gm, node, val, aten.permute.default, (value, [dims.index(d) for d in range(len(dims))]))
+    return _call(gm, node, val, aten.reshape.default, (value, list(val.shape)))
+
+
+def _only_parts(node: fx.Node, parts: list[fx.Node], order: dict[fx.Node, int]) -> bool:
+    """Whether nobody reads the memory that ``node`` writes after it but through what the chain of ``parts`` names: a
+    part taken before it would have to be taken anew."""
+    base = parts[-1].args[0]
+    views, todo = set(), [base]
+    while todo:
+        found = [u for u in todo.pop().users if order.get(u, -1) < order[node] and may_alias(u.target)]
+        todo += [u for u in found if u not in views]
+        views.update(found)
+    return all(order.get(user, -1) <= order[node] for view in views - set(parts) for user in view.users)
 
 
 def _as_written(gm: fx.GraphModule, node: fx.Node) -> fx.Node | None:

@@ -87,11 +87,11 @@ def cached(m, x):
 BODIES = (cached, unused_part, unused_parts_of_a_stack, constants, new_tensors, padded, checkpointed, flattened)
 
 
-def equal(model, mesh, plan, *args):
+def equal(model, mesh, plan, *args, options=None):
     loss = model(*args)
     model.zero_grad()
     loss.backward()
-    result = simulate(model, mesh, plan, *args)
+    result = simulate(model, mesh, plan, *args, options=options)
     assert (result.outputs[0] - loss).abs() <= 1e-10 * loss.abs()
     expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     assert result.gradients.keys() == expected.keys(), "a gradient appeared or disappeared"
@@ -107,6 +107,30 @@ def equal(model, mesh, plan, *args):
 )
 def test_equals_one_device(body, plan):
     equal(Model(body), MESHES[plan.name], plan, torch.randn(4, 8, 8, dtype=torch.float64))
+
+
+def written_transposed(m, x):
+    y = x.clone()
+    part = y.transpose(1, 2)
+    part[:, 0] = 0.5
+    return y.sin() + part.transpose(1, 2).cos()
+
+
+def written_viewed(m, x):
+    y = x.clone()
+    y.unflatten(-1, (2, 4)).transpose(1, 2)[:, 1, :, 1:3].copy_(x[..., :2])
+    y.flatten(1)[:, :9].mul_(2.0)
+    y.unsqueeze(0)[0, :, 1] = 0.25
+    return y.sin() + x
+
+
+@pytest.mark.parametrize("body", [written_transposed, written_viewed])
+def test_writes_through_views_reach_the_value(body):
+    equal(Model(body), {"dp": 2}, ROWS, torch.randn(4, 8, 8, dtype=torch.float64))
+
+
+def test_a_mean_over_what_ranks_share_beside_its_elements():
+    equal(Model(lambda m, x: x + x.mean((0, 1))), {"dp": 2}, ROWS, torch.randn(4, 8, 8, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
-"""Sizes that ranks cannot share evenly: whole and named under every named plan, and all else as on one device; refused
-by module or tensor, size and mesh dimension where the plan is strict.
+"""Sizes that ranks cannot share evenly: padded, with the price of it, or whole and named, under every named plan, and
+all else as on one device; refused by module or tensor, size and mesh dimension where the plan is strict.
 """
 
 from __future__ import annotations
+
+import re
 
 import pytest
 import torch
@@ -95,15 +97,61 @@ QUICK = ("tp", "ulysses", "ring", "zero2", "ep")
     "plan,mesh,sizes,batch",
     [pytest.param(*case[:4], marks=() if case[0] in QUICK else pytest.mark.slow) for case in CASES],
 )
-def test_uneven_sizes_stay_whole_and_are_named(plan, mesh, sizes, batch):
+def test_uneven_sizes_are_padded_and_priced(plan, mesh, sizes, batch):
     model = build(plan, sizes)
-    if batch[0] * batch[1] % 2:
-        batch = (4, 16)
     ids, labels = (torch.randint(0, 60, batch) for _ in range(2))
     result = equal(model, mesh, plan, ids, labels)
     # What is gathered before use is divided along another dimension.
-    assert bool(result.whole) == (plan not in ("zero2", "zero3"))
-    assert all("evenly" in reason or "do not divide" in reason for reason in result.whole)
+    assert bool(result.padded) == (plan not in ("zero2", "zero3"))
+    assert all(re.search(r"\d+ elements padded to \d+ for \d ranks of .*\(\+[\d.]+%\)", text) for text in result.padded)
+    if plan not in ("tp_2d", "ep"):
+        assert result.whole == []
+
+
+@pytest.mark.parametrize(
+    "plan,mesh,sizes,batch,says",
+    [
+        ("tp", {"tp": 4}, dict(vocab=61), (4, 16), 'parameter "embed.weight": 61 elements padded to 64 for 4 ranks'),
+        ("tp", {"tp": 4}, dict(vocab=9, tied=True), (4, 16), "9 elements padded to 12 for 4 ranks"),
+        ("tp_sp", {"tp": 2}, {}, (4, 17), '17 elements padded to 18 for 2 ranks of "tp" (+5.9%); and 2 more'),
+        ("kv_allgather", {"cp": 3}, {}, (4, 16), '16 elements padded to 18 for 3 ranks of "cp" (+12.5%)'),
+        ("zero3", {"dp": 4}, {}, (3, 16), '3 elements padded to 4 for 4 ranks of "dp" (+33.3%)'),
+        ("tp", {"tp": 4}, dict(hidden=48, heads=6, kv_heads=6, bias=True), (4, 16), "6 elements padded to 8 for 4 ranks"),
+        ("tp", {"tp": 2}, dict(hidden=24, heads=3, kv_heads=1), (4, 16), "3 elements padded to 4 for 2 ranks"),
+        ("ulysses", {"cp": 4}, dict(hidden=48, heads=6, kv_heads=3), (4, 16), "6 elements padded to 8 for 4 ranks"),
+        ("tp", {"tp": 2}, dict(ffn=11), (4, 16), "11 elements padded to 12 for 2 ranks"),
+        ("ep", {"ep": 4}, dict(experts=6), (4, 16), "6 elements padded to 8 for 4 ranks"),
+        ("ep_alltoall", {"ep": 4}, dict(experts=6), (3, 17), "3 elements padded to 4 for 4 ranks"),
+    ],
+)
+def test_what_is_padded_and_by_how_much(plan, mesh, sizes, batch, says):
+    model = build(plan, sizes)
+    ids, labels = (torch.randint(0, sizes.get("vocab", 60), batch) for _ in range(2))
+    result = equal(model, mesh, plan, ids, labels)
+    assert any(says in text for text in result.padded), result.padded
+
+
+@pytest.mark.parametrize(
+    "plan,mesh",
+    [
+        ("zero2+tp_sp", {"dp": 2, "tp": 2}),
+        pytest.param("zero3+ulysses", {"dp": 2, "cp": 2}, marks=pytest.mark.slow),
+        pytest.param("zero2+ring", {"dp": 2, "cp": 2}, marks=pytest.mark.slow),
+        pytest.param("zero2+tp_2d", {"dp": 2, "tp_x": 2, "tp_y": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_everything_at_once(plan, mesh):
+    model = build(plan, dict(vocab=61, ffn=63, hidden=24, heads=3, kv_heads=3, bias=True))
+    model.checkpointed = True
+    equal(model, mesh, plan, *(torch.randint(0, 60, (3, 17)) for _ in range(2)))
+
+
+def test_parts_of_a_vocabulary_where_a_rank_has_none():
+    """Nine classes on five ranks: two, two, two, two and one; eight on five: the last has none."""
+    for vocab, loss in ((9, {}), (8, {}), (8, {"enable": ["fusion.linear_cross_entropy"], "strict": True})):
+        model = build("tp", dict(vocab=vocab, z_loss=0.0))
+        ids, labels = (torch.randint(0, vocab, (4, 16)) for _ in range(2))
+        equal(model, {"tp": 5}, "tp", ids, labels, options=loss)
 
 
 def test_fewer_heads_of_keys_than_ranks_are_repeated():

@@ -151,14 +151,15 @@ def _in_place(called: Called, node: fx.Node, target: Any, args: tuple, kwargs: d
 
 
 def writes_elsewhere(gm: fx.GraphModule) -> fx.Node | None:
-    """An operator of ``gm`` that writes to a value of the graph in another way than element by element, which none of
-    padded values can: their whole is a copy."""
+    """An operator of ``gm`` that writes to a view, or in another way than element by element, to a value of the graph: of
+    a padded one it may write to a copy."""
     for node in gm.graph.nodes:
         target = node.target
         if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
             continue
-        made = any(isinstance(a, fx.Node) and a.op == "call_function" for a in written_nodes(node))
-        if made and not aten_rules.is_pointwise(target):
+        made = [a for a in written_nodes(node) if a.op == "call_function"]
+        views = [a for a in made if op_sets.is_view(a.target) or op_sets.may_copy(a.target)]
+        if views or (made and not aten_rules.is_pointwise(target)):
             return node
     return None
 
@@ -459,19 +460,24 @@ def _heads(count: int, width: int, ranks: int, names: Sequence[str], blank: bool
     return (axis, Axis(width, width)) if width > 1 else (axis,)
 
 
-def view_as_heads(node: fx.Node, x: DTensor) -> Any:
+def view_as_heads(node: fx.Node, x: DTensor | Padded) -> Any:
     """A view that makes of a divided dimension one that the ranks cannot share, gathered and padded; NotImplemented for
     other views."""
     shape = node.meta["val"].shape
     for old, new in groups(x.shape, shape) if kept_whole.may_pad() else ():
-        over = [i for i, p in enumerate(x.placements) if p == Shard(old.start)]
+        over = [i for i, p in enumerate(stored_of(x).placements) if p == Shard(old.start)]
         ranks = math.prod(x.device_mesh.size(i) for i in over)
         sizes = [d for d in new if shape[d] != 1]
-        if len(old) > 1 or len(sizes) < 2 or not over or shape[sizes[0]] % ranks == 0 or shape[sizes[0]] < ranks:
+        if len(old) > 1 or len(sizes) < 2 or not over or is_padded_axes(dims_of(x)[old.start]):
             continue
-        viewed = reshape(stored_of(undivided(x, [old.start])), shape)
-        wanted = [Shard(sizes[0]) if i in over else p for i, p in enumerate(viewed.placements)]
-        return place(viewed, wanted)
+        if shape[sizes[0]] % ranks == 0 or shape[sizes[0]] < ranks:
+            continue
+        gathered = undivided(x, [old.start])
+        dims = _regrouped([a for axes in dims_of(gathered) for a in axes], shape)
+        if dims is None:
+            continue
+        viewed = wrap(reshape(stored_of(gathered), [stored_size(axes) for axes in dims]), dims)
+        return place(viewed, [Shard(sizes[0]) if i in over else p for i, p in enumerate(stored_of(viewed).placements)])
     return NotImplemented
 
 

@@ -257,7 +257,7 @@ class _Planned(fx.Interpreter):
             return self._checkpointed(args, kwargs)
         if target is constrain:
             return self._constrained(*args)
-        if target in padded_rules.VIEWS and isinstance(args[0], DTensor):
+        if target in padded_rules.VIEWS and isinstance(args[0], (DTensor, padded.Padded)):
             if (heads := padded_rules.view_as_heads(self.node, args[0])) is not NotImplemented:
                 return heads
         if target in padded_rules.LINEAR:
