@@ -91,9 +91,9 @@ def _only_parts(node: fx.Node, parts: list[fx.Node], order: dict[fx.Node, int]) 
     base = parts[-1].args[0]
     views, todo = set(), [base]
     while todo:
-        found = [u for u in todo.pop().users if order.get(u, -1) < order[node] and may_alias(u.target)]
-        todo += [u for u in found if u not in views]
-        views.update(found)
+        taken = [u for u in todo.pop().users if order.get(u, -1) < order[node] and may_alias(u.target)]
+        todo += [u for u in taken if u not in views]
+        views.update(taken)
     return all(order.get(user, -1) <= order[node] for view in views - set(parts) for user in view.users)
 
 

@@ -69,7 +69,9 @@ def attention(m, x):
 
 def losses(m, x):
     target = x.detach()
-    total = F.mse_loss(x, target * 0.5) + F.smooth_l1_loss(x, target * 0.1) + F.cross_entropy(x[0], target[0].argmax(-1))
+    total = (
+        F.mse_loss(x, target * 0.5) + F.smooth_l1_loss(x, target * 0.1) + F.cross_entropy(x[0], target[0].argmax(-1))
+    )
     shifted = F.cross_entropy(x[:, :-1].flatten(0, 1), target[:, 1:].argmax(-1).flatten())
     weighted = F.binary_cross_entropy_with_logits(x, target.sigmoid(), reduction="sum")
     return x * (total + shifted + weighted) + F.l1_loss(x, target.sin(), reduction="none")
@@ -115,7 +117,9 @@ OWN = (
 )
 
 
-@pytest.mark.parametrize("body", [*OWN, *(pytest.param(b, marks=pytest.mark.slow) for b in BODIES)], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "body", [*OWN, *(pytest.param(b, marks=pytest.mark.slow) for b in BODIES)], ids=lambda f: f.__name__
+)
 def test_equals_one_device(body):
     result = equal(Model(body), MESH, BOTH, torch.randn(3, 7, 8, dtype=torch.float64))
     assert len(result.padded) == 2
@@ -150,4 +154,3 @@ def test_zeros_behind_weights_make_no_number_that_is_not_finite():
     model, x = Roots().double(), torch.randn(4, 8, dtype=torch.float64) + 1
     result = equal(model, {"tp": 2}, "tp", x)
     assert result.whole == [] and len(result.padded) == 1
-

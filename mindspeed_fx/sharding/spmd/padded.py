@@ -1,8 +1,8 @@
 """Values of a size that ranks cannot share evenly: stored with padding behind it, so that all ranks have parts of one
 size.
 
-A :class:`Padded` value is a DTensor of the padded sizes and what is true of them. A dimension is padded only while it is
-divided; what is gathered is cut to its size::
+A :class:`Padded` value is a DTensor of the padded sizes and what is true of them. A dimension is padded only while it
+is divided; what is gathered is cut to its size::
 
     17 positions, 2 ranks      rank 0: 0 1 2 ... 8      rank 1: 9 10 ... 16 (16)      stored 18
 
@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from mindspeed_fx.compat import dtensor
-from mindspeed_fx.sharding.plan import ShardingError
+from mindspeed_fx.sharding.plan import Plan, ShardingError
 from mindspeed_fx.sharding.spmd import kept_whole
 from mindspeed_fx.sharding.spmd.parts import from_parts
 from mindspeed_fx.sharding.spmd.redistribute import moved_to, placed_at, redistribute, wanted_placements
@@ -46,6 +46,8 @@ class Axis:
     """Whether the padding is that of a parameter, and may have zeros where the model has none."""
 
 
+Called = Callable[[Any, tuple, dict], Any]
+"""Runs an operator on DTensors."""
 Axes = tuple[Axis, ...]
 """Of one dimension, outermost first."""
 
@@ -223,6 +225,27 @@ def masked(x: Padded, fill: float, dims: Iterable[int] | None = None) -> DTensor
     return aten.where.ScalarOther(mask_of(chosen, stored), stored, number)
 
 
+def aligned(tensors: Iterable[Any], shape: Sequence[int]) -> list[Axes]:
+    """The dimensions of what padded and other tensors are broadcast to."""
+    result = [plain(n) for n in shape]
+    for x in tensors:
+        for d, axes in enumerate(dims_of(x), len(shape) - x.ndim):
+            if is_padded_axes(axes) and not is_padded_axes(result[d]):
+                result[d] = axes
+    return result
+
+
+def broadcast(x: Any, dims: Sequence[Axes], fill: float | None = None) -> DTensor:
+    """``x`` as an operand of a result of these dimensions."""
+    shift = len(dims) - x.ndim
+    own = {d - shift: axes for d, axes in enumerate(dims) if d >= shift and x.shape[d - shift] > 1}
+    return as_stored(x, own, fill)
+
+
+def tensors_of(*values: Any) -> list[Any]:
+    return [x for x in pytree.tree_leaves(values) if isinstance(x, (DTensor, Padded))]
+
+
 # ------------------------------------------------------------------ placements
 
 
@@ -249,9 +272,7 @@ def place(
     uneven = [d for d, axes in enumerate(dims_of(x)) if stored_size(axes) % chunks[d]]
     for d in uneven:
         if len(dims_of(x)[d]) > 1 or x.shape[d] < 2 or any(dtensor.is_strided(wanted[i]) for i in over[d]):
-            raise ShardingError(
-                f"value of shape {tuple(x.shape)}: dimension {d} cannot be padded for {ranks[d]} ranks"
-            )
+            raise ShardingError(f"value of shape {tuple(x.shape)}: dimension {d} cannot be padded for {ranks[d]} ranks")
     x, parted = undivided(x, uneven), parted or {}
     stored, dims, zero = stored_of(x), list(dims_of(x)), isinstance(x, Padded) and x.zero and not uneven
     for d in uneven:
@@ -261,6 +282,20 @@ def place(
         dims[d] = (axis,) if inner == 1 else (axis, Axis(inner, inner))
         stored = stretch(stored, d, dims[d])
     return wrap(move(stored, wanted), dims, zero)
+
+
+def input_at(x: DTensor, wanted: Sequence[Placement], plan: Plan) -> DTensor | Padded:
+    """An input of the model at ``wanted``; its gradient comes back as a sum."""
+    if not kept_whole.may_pad():
+        return x.redistribute(placements=kept_whole.evenly_divided(x.shape, wanted, x.device_mesh))
+    return place(x, wanted, lambda t, p: t.redistribute(placements=p), _dims_in_chunks(plan, x.device_mesh))
+
+
+def _dims_in_chunks(plan: Plan, mesh: DeviceMesh) -> list[int]:
+    """Mesh dimensions over which keys go round, so that a sequence is padded to two chunks for each rank."""
+    edges = [edge for name, edge in plan.operators.items() if "attention" in name and plan.keep_whole]
+    keys = [placed for edge in edges for name, placed in edge.arguments.items() if "key" in name]
+    return [mesh.mesh_dim_names.index(dim) for placed in keys for dim, word in placed.items() if word == "S(2)"]
 
 
 def constrain(
@@ -312,7 +347,7 @@ def parameter(
         length = math.ceil(shape[p.dim] / n)
         dims[p.dim] = (Axis(shape[p.dim], length * n, blank=True),)
         own = [min(length, max(0, shape[p.dim] - place * length)) for place in range(n)]
-        count = dtensor.by_coordinate(mesh, i, lambda place, own=own, length=length: length - own[place])
+        count = dtensor.by_coordinate(mesh, i, [length - size for size in own].__getitem__)
         kept_whole.note_padding(shape[p.dim], length * n, n, [mesh.mesh_dim_names[i]], name)
         if not isinstance(count, int) or count:
             local = torch.nn.functional.pad(local, [0, 0] * (local.ndim - 1 - p.dim) + [0, count])

@@ -31,7 +31,7 @@ BATCH, HEADS, SEQUENCE = 0, 1, 2
 
 
 def attention(called: Callable, node: fx.Node, target: Any, args: tuple, kwargs: dict) -> Any:
-    """``mindspeed::attention`` and ``aten.scaled_dot_product_attention`` of q, k and v [batch, heads, sequence, dim]."""
+    """``mindspeed::attention`` and ``aten.scaled_dot_product_attention``; q, k, v [batch, heads, sequence, dim]."""
     arg = aten_rules.bind_arguments(target, args, kwargs)
     names = ["query", "key", "value"] if target is aten.scaled_dot_product_attention.default else ["q", "k", "v"]
     mask_name = "attn_mask" if names[0] == "query" else "mask"
@@ -52,20 +52,25 @@ def attention(called: Callable, node: fx.Node, target: Any, args: tuple, kwargs:
     keys = dims_of(k)[SEQUENCE]
     k, v = (as_stored(x, {BATCH: batch, HEADS: _same(x, heads), SEQUENCE: keys}) for x in (k, v))
     if k.shape[HEADS] == q.shape[HEADS]:
-        k, v = (placed_at(x, [p if p.is_shard(HEADS) else own for p, own in zip(q.placements, x.placements)]) for x in (k, v))
+        k, v = (
+            placed_at(x, [p if p.is_shard(HEADS) else own for p, own in zip(q.placements, x.placements)])
+            for x in (k, v)
+        )
     rows = dims_of(arg[names[0]])[SEQUENCE]
     if mask is not None:
         lead = 4 - mask.ndim
         wanted = {BATCH: batch, HEADS: heads, SEQUENCE: rows, 3: keys}
-        arg[mask_name] = as_stored(mask, {d - lead: a for d, a in wanted.items() if d >= lead and mask.shape[d - lead] > 1})
+        arg[mask_name] = as_stored(
+            mask, {d - lead: a for d, a in wanted.items() if d >= lead and mask.shape[d - lead] > 1}
+        )
     if sinks is not None:
         arg["sinks"] = as_stored(sinks, {0: heads} if sinks.ndim == 1 else {BATCH: batch, 1: heads, 2: rows})
     arg |= dict(zip(names, (q, k, v)))
-    given = list(arg.values())
+    values = list(arg.values())
     if names[0] == "query":
-        result = called(target, tuple(given[:4]), dict(list(arg.items())[4:]))
+        result = called(target, tuple(values[:4]), dict(list(arg.items())[4:]))
         return wrap(result, (batch, heads, rows, dims_of(v)[3]))
-    out, lse = called(target, tuple(given), {k: v for k, v in kwargs.items() if k in ("known", "inner")})
+    out, lse = called(target, tuple(values), {k: v for k, v in kwargs.items() if k in ("known", "inner")})
     return wrap(out, (batch, heads, rows, dims_of(v)[3])), None if lse is None else wrap(lse, (batch, heads, rows))
 
 

@@ -32,15 +32,17 @@ from mindspeed_fx.sharding.spmd import (
     operators,
     packed,
     padded,
+    padded_products,
     padded_rules,
+    padded_views,
     token_dispatch,
     vocabulary,
 )
 from mindspeed_fx.sharding.spmd import experts as experts_spmd
 from mindspeed_fx.sharding.spmd.expected_collectives import ExpectedCollectives
-from mindspeed_fx.sharding.spmd.kept_whole import KeptWhole, evenly_divided
+from mindspeed_fx.sharding.spmd.kept_whole import KeptWhole
 from mindspeed_fx.sharding.spmd.parts import run_whole
-from mindspeed_fx.sharding.spmd.redistribute import flatten, placements_of, redistribute, reshape, reshape_as, unflatten
+from mindspeed_fx.sharding.spmd.redistribute import flatten, placements_of, reshape, reshape_as, unflatten
 from mindspeed_fx.sharding.spmd.static_masks import ATTENTION, known_masks
 
 aten = torch.ops.aten
@@ -130,11 +132,7 @@ class Program(torch.nn.Module):
         if not value.parameter:
             whole = DTensor.from_local(x, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
             self.kept.where = f'input "{value.name}"'
-            if not self.kept.pads:
-                return whole.redistribute(placements=evenly_divided(value.shape, value.placements, self.mesh))
-            return padded.place(
-                whole, value.placements, lambda t, wanted: t.redistribute(placements=wanted), self._in_chunks()
-            )
+            return padded.input_at(whole, value.placements, self.plan)
         result = self._parameter(x, value)
         experts = bool(matching(self.plan.experts.get("parameters", ()), value.name))
         for dim in sorted(self.data, reverse=True):  # of several that divide one dimension the inner ones first
@@ -146,14 +144,6 @@ class Program(torch.nn.Module):
                 if stage == "zero1":
                     result = padded.constrain(result, [(name, "R")])
         return self._as_packed(result, value)
-
-    def _in_chunks(self) -> list[int]:
-        """Mesh dimensions over which keys go round, so that inputs are padded to two chunks for each rank."""
-        if not self.plan.keep_whole:
-            return []
-        edges = [edge for name, edge in self.plan.operators.items() if "attention" in name]
-        words = [(dim, word) for e in edges for a in e.arguments.items() if "key" in a[0] for dim, word in a[1].items()]
-        return [self.mesh.mesh_dim_names.index(dim) for dim, word in words if word == "S(2)"]
 
     def _parameter(self, x: torch.Tensor, value: Value) -> Any:
         """Parts of unequal sizes are padded."""
@@ -257,16 +247,16 @@ class _Planned(fx.Interpreter):
             return self._checkpointed(args, kwargs)
         if target is constrain:
             return self._constrained(*args)
-        if target in padded_rules.VIEWS and isinstance(args[0], (DTensor, padded.Padded)):
-            if (heads := padded_rules.view_as_heads(self.node, args[0])) is not NotImplemented:
+        if target in padded_views.VIEWS and isinstance(args[0], (DTensor, padded.Padded)):
+            if (heads := padded_views.view_as_heads(self.node, args[0])) is not NotImplemented:
                 return heads
-        if target in padded_rules.LINEAR:
-            args = padded_rules.with_whole_heads(self.node, target, args)
+        if target in padded_products.LINEAR:
+            args = padded_products.with_whole_heads(self.node, target, args)
         return self._dispatched(target, args, kwargs)
 
     def _dispatched(self, target: Any, args: tuple, kwargs: dict) -> Any:
         if target is token_dispatch.unpermute_tokens:
-            return padded_rules.unpermute_tokens(*args)
+            return padded_products.unpermute_tokens(*args)
         if padded.is_padded(args, kwargs):
             return padded_rules.run(self._dispatched, self.node, target, args, kwargs)
         if packed.is_packed(args, kwargs):
@@ -299,7 +289,7 @@ class _Planned(fx.Interpreter):
             return packed.run(self._called, self.node, constrain, (x, placed), {})
         users = list(self.node.users)
         keys = bool(users) and all(u.target in ATTENTION and self.node in u.args[1:3] for u in users)
-        return padded.constrain(experts_spmd.whole(x), placed, keys, padded_rules.parted_later(self.node))
+        return padded.constrain(experts_spmd.whole(x), placed, keys, padded_views.parted_later(self.node))
 
     def _called(self, target: Any, args: tuple, kwargs: dict) -> Any:
         if isinstance(target, torch._ops.OpOverload) and aten_rules.is_sized_by_data(args, kwargs):

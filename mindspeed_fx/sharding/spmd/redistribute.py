@@ -69,8 +69,8 @@ def placed_at(x: DTensor, placements: Any) -> DTensor:
 
 
 def summed_at(x: DTensor, placements: Sequence[Placement]) -> DTensor:
-    """``x`` at ``placements``, where sums that were not yet made are. DTensor (2.13) refuses the gradient of a mean that
-    is not yet made if it is a sum that is not."""
+    """``x`` at ``placements``, where sums that were not yet made are made. DTensor (2.13) refuses the gradient of a
+    mean that is not yet made, if it is such a sum."""
     is_mean = any(p.is_partial() and p.reduce_op != "sum" for p in x.placements)
     return moved_to(x, placements) if is_mean else x.redistribute(placements=placements)
 

@@ -178,8 +178,8 @@ def _losses(
     softcap: float,
     classes: int,
 ) -> DTensor:
-    """Loss of each token where the ``classes`` of ``weight`` are divided: each rank has chunks of its own logits, of the
-    rows alone that are no padding."""
+    """Loss of each token where the ``classes`` of ``weight`` are divided: each rank has chunks of its own logits, of
+    the rows that are no padding."""
     over, mesh = divided_mesh_dims(weight, 0), weight.device_mesh
     tokens = [p if i not in over and p == Shard(0) else Replicate() for i, p in enumerate(hidden.placements)]
     held = [Shard(0) if i in over else Replicate() for i in range(mesh.ndim)]
