@@ -15,6 +15,7 @@ import mindspeed_fx
 from mindspeed_fx.planning.simulate import simulate
 from mindspeed_fx.sharding.plan import Boundary, Plan, ShardingError
 from mindspeed_fx.sharding.presets import named_plan
+from tests.sharding.test_any_model import equal
 
 
 class Packed(nn.Module):
@@ -211,3 +212,12 @@ def test_two_processes_train_and_a_checkpoint_loads_under_other_plans(tmp_path):
     from tests import ranks
 
     ranks.spawn(trains_alike_and_loads_anywhere, (str(tmp_path / "store"), str(tmp_path / "saved")), nprocs=2)
+
+
+@pytest.mark.parametrize("take", ["slices", "unbind", *(pytest.param(t, marks=pytest.mark.slow) for t in CASES)])
+def test_packed_projections_of_a_batch_that_is_padded(take):
+    """Each of the pieces has a product of its own; nothing is gathered."""
+    model, x = Packed(*CASES[take], take), torch.randn(3, 9, 16, dtype=torch.float64)
+    result = equal(model, {"dp": 2, "tp": 2}, named_plan("zero2+tp_sp", model, args=(x,)), x)
+    assert len(result.padded) == 2
+    assert result.whole == [] or take == "heads"

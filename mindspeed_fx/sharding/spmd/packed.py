@@ -28,7 +28,7 @@ from mindspeed_fx.graph.constants import integers_of
 from mindspeed_fx.graph.op_sets import IDENTITIES, RESHAPES, UNIT_DIMENSIONS, is_cast, order_of
 from mindspeed_fx.graph.schema import argument
 from mindspeed_fx.sharding.constraint import constrain
-from mindspeed_fx.sharding.spmd import aten_rules
+from mindspeed_fx.sharding.spmd import aten_rules, padded
 from mindspeed_fx.sharding.spmd.parts import from_parts
 from mindspeed_fx.sharding.spmd.redistribute import placed_at, reshape
 
@@ -86,7 +86,8 @@ class Packed:
 class Pieces:
     """Tensors that lie one behind the other along ``dim``."""
 
-    parts: list[DTensor]
+    parts: list[Any]
+    """DTensors or padded values."""
     dim: int
 
     def part(self, start: int, end: int) -> Any:
@@ -99,7 +100,8 @@ class Pieces:
 
     def whole(self) -> DTensor:
         """All of them as one."""
-        gathered = [placed_at(p, [Replicate() if q.is_partial() else q for q in p.placements]) for p in self.parts]
+        parts = [padded.whole(p) for p in self.parts]
+        gathered = [placed_at(p, [Replicate() if q.is_partial() else q for q in p.placements]) for p in parts]
         return aten_rules.run(aten.cat.default, (gathered, self.dim), {})
 
 
@@ -230,11 +232,11 @@ def _convolution(called: Called, node: fx.Node, target: Any, args: tuple, kwargs
 
 def _gate(called: Called, node: fx.Node, target: Any, args: tuple, kwargs: dict) -> Any:
     x = args[0]
-    if not isinstance(x, Packed) or x.dim != _ndim(x) - 1 or (len(args) > 1 and args[1] is not None) or "up" in kwargs:
+    if not isinstance(x, (Packed, Pieces)) or x.dim != _ndim(x) - 1 or "up" in kwargs:
         return NotImplemented
-    half = sum(x.sizes) // 2
+    half = _shape(x)[x.dim] // 2
     gate, up = x.part(0, half), x.part(half, 2 * half)
-    if not isinstance(gate, DTensor) or not isinstance(up, DTensor):
+    if args[1:2] not in ((), (None,)) or not _is_plain(gate, up):
         return NotImplemented
     return called(target, (gate, up, *args[2:]), kwargs)
 
@@ -264,9 +266,9 @@ def _part(called: Called, node: fx.Node, target: Any, args: tuple, kwargs: dict)
     if any(r is None for r in results):
         return NotImplemented
     if target in (aten.select.int, aten.unbind.int):
-        if not all(isinstance(r, DTensor) for r in results):
+        if not _is_plain(*results):
             return NotImplemented
-        results = [called(aten.squeeze.dim, (r, x.dim), {}) for r in results]
+        results = [padded.reshaped(r, [n for d, n in enumerate(r.shape) if d != x.dim]) for r in results]
     return results[0] if target in ONE else tuple(results)
 
 
@@ -312,6 +314,9 @@ def _index(x: Packed | Pieces, node: fx.Node, size: int) -> Any:
 
 def _view(called: Called, node: fx.Node, target: Any, args: tuple, kwargs: dict) -> Any:
     x, after = args[0], node.meta["val"].shape
+    if isinstance(x, Pieces):
+        viewed = padded.viewed_parts(x.parts, x.dim, after)
+        return NotImplemented if viewed is None else Pieces(*viewed)
     if not isinstance(x, Packed):
         return NotImplemented
     before = _shape(x)
@@ -370,6 +375,10 @@ def _ordered_by_rank(x: DTensor, dim: int, like: Packed) -> DTensor:
 
 def _local(x: DTensor) -> torch.Tensor:
     return x.to_local(grad_placements=x.placements)
+
+
+def _is_plain(*values: Any) -> bool:
+    return all(isinstance(x, (DTensor, padded.Padded)) for x in values)
 
 
 def _shape(x: Any) -> torch.Size:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
@@ -29,27 +29,15 @@ from torch.utils import _pytree as pytree
 from mindspeed_fx.compat import dtensor
 from mindspeed_fx.sharding.plan import Plan, ShardingError
 from mindspeed_fx.sharding.spmd import kept_whole
+from mindspeed_fx.sharding.spmd.padded_axes import Axes, Axis, is_padded_axes, plain, regrouped, stored_size
 from mindspeed_fx.sharding.spmd.parts import from_parts
-from mindspeed_fx.sharding.spmd.redistribute import moved_to, placed_at, redistribute, wanted_placements
+from mindspeed_fx.sharding.spmd.redistribute import moved_to, placed_at, redistribute, reshape, wanted_placements
 
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class Axis:
-    """A dimension, or one of those that were flattened to it."""
-
-    size: int
-    stored: int
-    """With the padding at its end."""
-    blank: bool = field(default=False, compare=False)
-    """Whether the padding is that of a parameter, and may have zeros where the model has none."""
-
-
 Called = Callable[[Any, tuple, dict], Any]
 """Runs an operator on DTensors."""
-Axes = tuple[Axis, ...]
-"""Of one dimension, outermost first."""
 
 
 @dataclass(eq=False)
@@ -88,15 +76,6 @@ class Padded:
         return self.stored.is_floating_point()
 
 
-def is_padded_axes(axes: Axes) -> bool:
-    return any(a.size != a.stored for a in axes)
-
-
-def plain(size: int) -> Axes:
-    """A dimension without padding."""
-    return (Axis(size, size),)
-
-
 def dims_of(x: DTensor | Padded) -> tuple[Axes, ...]:
     return x.dims if isinstance(x, Padded) else tuple(plain(n) for n in x.shape)
 
@@ -113,10 +92,6 @@ def same_padding(x: Any) -> Callable[[Any], Any]:
 def is_padded(*values: Any) -> bool:
     """Whether one of ``values``, or of what they hold, is padded."""
     return any(isinstance(x, Padded) for x in pytree.tree_leaves(values))
-
-
-def stored_size(axes: Axes) -> int:
-    return math.prod(a.stored for a in axes)
 
 
 # ------------------------------------------------------------------ into padding and out of it
@@ -147,7 +122,7 @@ def shrink(x: DTensor, dim: int, axes: Axes) -> DTensor:
     """``x``, whole along ``dim``, without its padding there."""
 
     def shorter(local: torch.Tensor, at: int, axis: Axis) -> torch.Tensor:
-        return local if axis.size == axis.stored else local.narrow(at, 0, axis.size)
+        return local if axis.size == axis.stored else local.narrow(at, 0, axis.size).clone()  # dense: views fit it
 
     return _locally(x, lambda local: _each_axis(local, dim, axes, [a.stored for a in axes], shorter))
 
@@ -244,6 +219,29 @@ def broadcast(x: Any, dims: Sequence[Axes], fill: float | None = None) -> DTenso
 
 def tensors_of(*values: Any) -> list[Any]:
     return [x for x in pytree.tree_leaves(values) if isinstance(x, (DTensor, Padded))]
+
+
+def reshaped(x: DTensor | Padded, shape: Sequence[int]) -> DTensor | Padded | None:
+    """A view of the same elements, whose true size is ``shape``; None: it would part a padded axis."""
+    dims = regrouped([a for axes in dims_of(x) for a in axes], shape)
+    if dims is None:
+        return None
+    zero = isinstance(x, Padded) and x.zero
+    return wrap(reshape(stored_of(x), [stored_size(axes) for axes in dims]), dims, zero)
+
+
+def viewed_parts(parts: Sequence[Any], dim: int, after: Sequence[int]) -> tuple[list[Any], int] | None:
+    """Tensors that lie one behind the other along ``dim`` in the view of them all as ``after``, and along which
+    dimension they do there; None: it is no view of each."""
+    sizes = [p.shape[dim] for p in parts]
+    outer = math.prod(parts[0].shape[:dim])
+    for j, size in enumerate(after):
+        unit, rest = divmod(sum(sizes), size)
+        if math.prod(after[:j]) != outer or size == 1 != sum(sizes) or rest or any(n % unit for n in sizes):
+            continue
+        results = [reshaped(p, [*after[:j], n // unit, *after[j + 1 :]]) for p, n in zip(parts, sizes)]
+        return None if any(r is None for r in results) else (results, j)
+    return None
 
 
 # ------------------------------------------------------------------ placements

@@ -14,16 +14,14 @@ from torch.distributed.tensor import DTensor
 from mindspeed_fx.sharding.plan import ShardingError
 from mindspeed_fx.sharding.spmd import aten_rules, kept_whole, ring
 from mindspeed_fx.sharding.spmd.padded import (
-    Axes,
     Padded,
     as_stored,
     dims_of,
-    is_padded_axes,
-    plain,
     stored_of,
     undivided,
     wrap,
 )
+from mindspeed_fx.sharding.spmd.padded_axes import Axes, is_padded_axes, plain
 from mindspeed_fx.sharding.spmd.redistribute import placed_at
 
 aten = torch.ops.aten

@@ -12,21 +12,18 @@ from torch.distributed.tensor import DTensor
 from mindspeed_fx.graph.schema import argument
 from mindspeed_fx.sharding.spmd import aten_rules, losses, operators, vocabulary
 from mindspeed_fx.sharding.spmd.padded import (
-    Axes,
     Called,
     Padded,
     aligned,
     as_stored,
     broadcast,
     dims_of,
-    is_padded_axes,
     masked,
-    plain,
     stored_of,
-    stored_size,
     tensors_of,
     wrap,
 )
+from mindspeed_fx.sharding.spmd.padded_axes import Axes, is_padded_axes, plain, stored_size
 
 aten = torch.ops.aten
 NEUTRAL = {

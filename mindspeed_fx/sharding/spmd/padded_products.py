@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, Sequence
 
@@ -10,25 +11,21 @@ import torch
 import torch.fx as fx
 from torch.distributed.tensor import DTensor, Shard
 
-from mindspeed_fx.sharding.spmd import kept_whole, token_dispatch
+from mindspeed_fx.sharding.spmd import kept_whole, packed, token_dispatch
 from mindspeed_fx.sharding.spmd.padded import (
-    Axes,
-    Axis,
     Called,
     Padded,
     as_stored,
     broadcast,
     dims_of,
-    is_padded_axes,
     masked,
-    plain,
     stored_of,
-    stored_size,
     undivided,
     whole,
     wrap,
 )
-from mindspeed_fx.sharding.spmd.padded_views import joined_plain, parted_later
+from mindspeed_fx.sharding.spmd.padded_axes import Axes, Axis, is_padded_axes, joined_plain, plain, stored_size
+from mindspeed_fx.sharding.spmd.padded_views import parted_later
 from mindspeed_fx.sharding.spmd.redistribute import placed_at
 
 aten = torch.ops.aten
@@ -120,6 +117,35 @@ def _heads(count: int, width: int, ranks: int, names: Sequence[str], blank: bool
     axis = Axis(count, math.ceil(count / ranks) * ranks, blank)
     kept_whole.note_padding(count, axis.stored, ranks, names)
     return (axis, Axis(width, width)) if width > 1 else (axis,)
+
+
+def of_packed(called: Called, node: fx.Node, target: Any, args: tuple, kwargs: dict) -> Any:
+    """A product for each of the pieces, of rows that are padded."""
+    at, out = packed.PRODUCTS[target]
+    weight, bias_at = args[at], 2 if target is aten.linear.default else 0 if target is aten.addmm.default else None
+    if not isinstance(weight, packed.Packed) or weight.dim != out or packed.is_packed(args[at - 1], kwargs):
+        return NotImplemented
+    bias = args[bias_at] if bias_at is not None and len(args) > bias_at else None
+    if isinstance(bias, DTensor) and bias.ndim == 1:
+        ends = list(itertools.accumulate(weight.sizes))
+        biases = [called(aten.narrow.default, (bias, 0, end - n, n), {}) for end, n in zip(ends, weight.sizes)]
+    elif bias is None or (isinstance(bias, packed.Packed) and bias.sizes == weight.sizes):
+        biases = [None if bias is None else _piece(bias, i) for i in range(len(weight.sizes))]
+    else:
+        return NotImplemented
+    parts = []
+    for i, b in enumerate(biases):
+        arg = list(args)
+        arg[at] = _piece(weight, i)
+        if b is not None:
+            arg[bias_at] = b
+        parts.append(called(target, tuple(arg), kwargs))
+    return packed.Pieces(parts, node.meta["val"].ndim - 1)
+
+
+def _piece(x: packed.Packed, i: int) -> DTensor:
+    start = sum(x.sizes[:i])
+    return x.part(start, start + x.sizes[i])
 
 
 def embedding(called: Called, node: fx.Node, target: Any, args: tuple, kwargs: dict) -> Any:

@@ -22,14 +22,13 @@ from mindspeed_fx.graph import op_sets
 from mindspeed_fx.graph.annotate import written_nodes
 from mindspeed_fx.graph.op_sets import IDENTITIES, is_cast
 from mindspeed_fx.graph.schema import all_arguments
-from mindspeed_fx.sharding.spmd import aten_rules, kept_whole, operators, padded_attention, token_dispatch
+from mindspeed_fx.sharding.spmd import aten_rules, kept_whole, operators, packed, padded_attention, token_dispatch
 from mindspeed_fx.sharding.spmd import padded_losses as sums
 from mindspeed_fx.sharding.spmd import padded_products as products
 from mindspeed_fx.sharding.spmd import padded_views as views
 from mindspeed_fx.sharding.spmd.experts import OwnRows
 from mindspeed_fx.sharding.spmd.packed import is_packed
 from mindspeed_fx.sharding.spmd.padded import (
-    Axes,
     Called,
     Padded,
     aligned,
@@ -37,12 +36,12 @@ from mindspeed_fx.sharding.spmd.padded import (
     broadcast,
     dims_of,
     masked,
-    plain,
     stored_of,
     tensors_of,
     whole,
     wrap,
 )
+from mindspeed_fx.sharding.spmd.padded_axes import Axes, plain
 
 aten, ops = torch.ops.aten, torch.ops.mindspeed
 
@@ -57,6 +56,10 @@ FINITE = frozenset(
 
 def run(called: Called, node: fx.Node, target: Any, args: tuple, kwargs: dict) -> Any:
     """``node``, the call ``target(*args, **kwargs)``, some of whose arguments are padded."""
+    if is_packed(args, kwargs) and target in packed.PRODUCTS:
+        result = products.of_packed(called, node, target, args, kwargs)
+        if result is not NotImplemented:
+            return result
     rule = None if is_packed(args, kwargs) or (_is_routed(args, kwargs) and target not in OF_EXPERTS) else _rule(target)
     result = NotImplemented if rule is None else rule(called, node, target, args, kwargs)
     if result is not NotImplemented:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Sequence
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -13,22 +13,19 @@ from mindspeed_fx.graph.op_sets import RESHAPES, UNIT_DIMENSIONS, order_of
 from mindspeed_fx.graph.schema import argument
 from mindspeed_fx.sharding.spmd import kept_whole
 from mindspeed_fx.sharding.spmd.padded import (
-    Axes,
-    Axis,
     Called,
     Padded,
     aligned,
     as_stored,
     dims_of,
-    is_padded_axes,
     place,
-    plain,
+    reshaped,
     stored_of,
-    stored_size,
     undivided,
     wrap,
 )
-from mindspeed_fx.sharding.spmd.redistribute import groups, reshape
+from mindspeed_fx.sharding.spmd.padded_axes import is_padded_axes, plain, stored_size
+from mindspeed_fx.sharding.spmd.redistribute import groups
 
 aten = torch.ops.aten
 VIEWS = (*RESHAPES, *UNIT_DIMENSIONS, aten.view_as.default, aten.reshape_as.default, aten.ravel.default)
@@ -42,31 +39,8 @@ PARTS = (
 def view(called: Called, node: fx.Node, target: Any, args: tuple, kwargs: dict) -> Any:
     """The same axes, parted anew; what is not padded may be parted further."""
     x, shape = args[0], node.meta["val"].shape
-    dims = regrouped([a for axes in x.dims for a in axes], shape)
-    if dims is None:
-        return NotImplemented
-    return wrap(reshape(x.stored, [stored_size(axes) for axes in dims]), dims, x.zero)
-
-
-def regrouped(axes: Sequence[Axis], shape: Sequence[int]) -> list[Axes] | None:
-    """``axes`` one behind the other as dimensions of these sizes; None: a padded one would be parted."""
-    rest, dims = [a for a in axes if a.stored != 1], []
-    for size in shape:
-        own: list[Axis] = []
-        while math.prod(a.size for a in own) < size:
-            if not rest:
-                return None
-            missing, axis = size // math.prod(a.size for a in own), rest.pop(0)
-            if axis.size > missing:
-                if axis.size != axis.stored or axis.size % missing:
-                    return None
-                rest.insert(0, Axis(axis.size // missing, axis.size // missing))
-                axis = Axis(missing, missing)
-            own.append(axis)
-        if math.prod(a.size for a in own) != size:
-            return None
-        dims.append(joined_plain(own) or plain(1))
-    return dims if not any(a.size != 1 or a.stored != 1 for a in rest) else None
+    result = reshaped(x, shape)
+    return NotImplemented if result is None else result
 
 
 def parted_later(node: fx.Node) -> dict[int, int]:
@@ -80,17 +54,6 @@ def parted_later(node: fx.Node) -> dict[int, int]:
             if len(old) == 1 and len(sizes) > 1:
                 result[old.start] = sizes[0]
     return result
-
-
-def joined_plain(axes: Sequence[Axis]) -> Axes:
-    """Neighbours without padding as one."""
-    result: list[Axis] = []
-    for a in axes:
-        if result and a.size == a.stored and result[-1].size == result[-1].stored:
-            result[-1] = Axis(result[-1].size * a.size, result[-1].size * a.size)
-        else:
-            result.append(a)
-    return tuple(result)
 
 
 def reordering(called: Called, node: fx.Node, target: Any, args: tuple, kwargs: dict) -> Any:
@@ -159,9 +122,8 @@ def view_as_heads(node: fx.Node, x: DTensor | Padded) -> Any:
         if shape[sizes[0]] % ranks == 0 or shape[sizes[0]] < ranks:
             continue
         gathered = undivided(x, [old.start])
-        dims = regrouped([a for axes in dims_of(gathered) for a in axes], shape)
-        if dims is None:
+        viewed = reshaped(gathered, shape)
+        if viewed is None:
             continue
-        viewed = wrap(reshape(stored_of(gathered), [stored_size(axes) for axes in dims]), dims)
         return place(viewed, [Shard(sizes[0]) if i in over else p for i, p in enumerate(stored_of(viewed).placements)])
     return NotImplemented

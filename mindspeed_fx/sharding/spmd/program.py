@@ -260,7 +260,7 @@ class _Planned(fx.Interpreter):
         if padded.is_padded(args, kwargs):
             return padded_rules.run(self._dispatched, self.node, target, args, kwargs)
         if packed.is_packed(args, kwargs):
-            return packed.run(self._called, self.node, target, args, kwargs)
+            return packed.run(self._dispatched, self.node, target, args, kwargs)
         if target is torch.ops.mindspeed.grouped_matmul.default and token_dispatch.uses_all_to_all(args[0]):
             return token_dispatch.grouped_matmul(*args[:2], self.plan.experts.get("capacity"))
         if target is torch.ops.mindspeed.grouped_matmul.default:
@@ -285,8 +285,8 @@ class _Planned(fx.Interpreter):
         return pytree.tree_unflatten([pad(x) for pad, x in zip(dims, leaves, strict=True)], spec)
 
     def _constrained(self, x: Any, placed: tuple[tuple[str, str], ...]) -> Any:
-        if isinstance(x, packed.Packed):
-            return packed.run(self._called, self.node, constrain, (x, placed), {})
+        if packed.is_packed(x):
+            return packed.run(self._dispatched, self.node, constrain, (x, placed), {})
         users = list(self.node.users)
         keys = bool(users) and all(u.target in ATTENTION and self.node in u.args[1:3] for u in users)
         return padded.constrain(experts_spmd.whole(x), placed, keys, padded_views.parted_later(self.node))

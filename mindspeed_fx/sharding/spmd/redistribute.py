@@ -358,8 +358,8 @@ def even(shape: torch.Size, placements: Any, mesh: DeviceMesh, where: str) -> No
             names = ", ".join(f'"{mesh.mesh_dim_names[i]}"' for i in mine) if mesh.mesh_dim_names else str(mine)
             raise ShardingError(
                 f"{where}: dimension {dim} has {shape[dim]} elements, which {n} ranks of {names} cannot share evenly; "
-                "let the plan pad it (keep_whole: true; named plans do without strict=True), choose another number of ranks, "
-                "or keep it whole (R)"
+                "let the plan pad it (keep_whole: true; named plans do without strict=True), choose another number of "
+                "ranks, or keep it whole (R)"
             )
 
 
