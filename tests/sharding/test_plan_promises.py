@@ -19,6 +19,7 @@ from mindspeed_fx.report import recorder
 from mindspeed_fx.sharding.plan import Plan, ShardingError
 from mindspeed_fx.sharding.presets import named_plan
 from tests.sharding.llama import Llama
+from tests.sharding.test_any_model import equal
 
 
 def small(**more):
@@ -356,3 +357,36 @@ def test_deepseek_v3_is_planned_or_what_does_not_fit_is_named(devices):
         return
     plan = mindspeed_fx.plan(model, args, devices=devices, hardware="ascend910b2", keep=1)
     assert plan.memory <= 57.6 * 2**30 and plan.layout.ep > 1
+
+
+@pytest.mark.parametrize(
+    "sizes,batch,mesh,says",
+    [
+        ({}, (3, 16), {"dp": 2}, "batch of 3 padded to 4 for 2 ranks of dp x ep (+33.3%)"),
+        ({}, (4, 99), {"cp": 2}, "sequence of 99 padded to 100 for 2 ranks of cp (+1.0%)"),
+        pytest.param(
+            dict(vocab=1021),
+            (3, 99),
+            {"dp": 2, "cp": 2, "tp": 2},
+            "1021 padded to 1022 for 2 ranks of tp (+0.1%)",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_what_ranks_cannot_share_is_padded_and_priced(sizes, batch, mesh, says):
+    """A searched plan says what it pads, and runs."""
+    model = Llama(2, **sizes).double()
+    ids, labels = (torch.randint(0, 60, batch) for _ in range(2))
+    plan = mindspeed_fx.plan(model, (ids, labels), mesh=mesh, hardware="ascend910b2")
+    assert f"padded: {says}" in str(plan).splitlines() and plan.keep_whole and not plan.unsupported
+    result = equal(model, plan.sizes, plan, ids, labels)
+    assert result.padded and not result.whole
+
+
+def test_padding_has_its_time():
+    """Three rows on two devices take as long as four."""
+    model, seconds = Llama(1, hidden=256, ffn=1024), {}
+    for rows in (2, 3, 4):
+        args = tuple(torch.zeros(rows, 512, dtype=torch.long) for _ in range(2))
+        seconds[rows] = mindspeed_fx.plan(model, args, mesh={"dp": 2}, zero="never", hardware="ascend910b2").seconds
+    assert seconds[2] < seconds[3] == seconds[4]

@@ -52,7 +52,9 @@ class Outcome:
 
 def _counts(mesh: tuple[int, ...], rows: int, microbatches: int | None) -> list[int]:
     """Numbers of microbatches to consider on a mesh, of ``rows`` sequences in all."""
-    own = rows // (mesh[1] * mesh[3])
+    own, more = divmod(rows, mesh[1] * mesh[3])
+    if more:  # the batch is padded once for the step
+        return [1] if microbatches in (None, 1) else []
     if microbatches is None:
         return microbatch_counts(mesh[0], own)
     return [microbatches] if own % microbatches == 0 else []

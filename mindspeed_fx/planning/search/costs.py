@@ -296,7 +296,7 @@ class Prices:
             return
         taken = {x: layout.tp for x in (*strategy.ins, *strategy.outs) if isinstance(x, int)}
         for other in self.space.labelled(
-            node, layout.cp, lambda a: self.space.axes.size[a] // (self.space.parts(layout, a, "cp") * taken.get(a, 1))
+            node, layout.cp, lambda a: -(-self.space.rest(layout, a, "cp") // taken.get(a, 1))
         ):
             factor = {x for x in (*other.ins, *other.outs) if isinstance(x, int)}
             if self.problem.batch in factor:

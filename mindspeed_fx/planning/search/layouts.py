@@ -75,6 +75,15 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
+PADDING = 1 / 50
+"""So much may padding add to a dimension of which ranks have parts of one size; heads, which are few, stay exact."""
+
+
+def shares(size: int, ranks: int, most: float = PADDING) -> bool:
+    """Whether ``ranks`` can have parts of one size of ``size`` elements, with little padding."""
+    return -(-size // ranks) * ranks - size <= most * size
+
+
 def meshes(
     devices: int,
     batch: int,
@@ -85,8 +94,8 @@ def meshes(
     pipeline: bool = True,
     node: int = 0,
 ) -> Iterator[tuple[int, ...]]:
-    """(pp, dp, cp, ep, tp) with these many devices: parts of batch and sequence are even, stages have layers, and
-    expert groups divide the experts. ``fixed`` names dimensions with their sizes; tp else stays inside a machine of
+    """(pp, dp, cp, ep, tp) with these many devices: parts of batch and sequence are even, or padded where that adds
+    little (to a batch up to a half), stages have layers, and expert groups divide the experts. ``fixed`` names dimensions with their sizes; tp else stays inside a machine of
     ``node`` ranks."""
 
     def choices(name: str, remaining: int) -> list[int]:
@@ -102,7 +111,7 @@ def meshes(
         if node and tp > node and "tp" not in fixed:
             continue
         for cp in choices("cp", devices // tp):
-            if sequence % cp:
+            if not shares(sequence, cp):
                 continue
             for pp in choices("pp", devices // tp // cp):
                 if pp > max(1, layers) or (pp > 1 and not pipeline and "pp" not in fixed):
@@ -110,7 +119,11 @@ def meshes(
                 data = devices // tp // cp // pp
                 for ep in choices("ep", data):
                     dp = data // ep
-                    if (ep > 1 and (not experts or experts % ep)) or batch % (dp * ep) or fixed.get("dp", dp) != dp:
+                    if (
+                        (ep > 1 and (not experts or experts % ep))
+                        or not shares(batch, dp * ep, 1 / 2)
+                        or fixed.get("dp", dp) != dp
+                    ):
                         continue
                     yield pp, dp, cp, ep, tp
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mindspeed_fx.planning.search.to_plan import paddings
+
 GiB = 2**30
 
 
@@ -45,6 +47,7 @@ def format_plan(plan: Any) -> str:
             f"  {c['module']} {c['value']}: {c['from']} -> {c['as']}, forward {c['forward'] or 'nothing'}, "
             f"backward {c['backward'] or 'nothing'}, {c['seconds'] * 1e3:.3f} ms"
         )
+    lines += [f"padded: {text}" for text in paddings(p, plan.solution)]
     if not plan.unsupported and plan.microbatches > 1:
         lines.append(f"to run it: {_loop(plan)}")
     lines += [f"not returned: {name}: {why}" for name, why in plan.refused.items()]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Iterator
 
 from mindspeed_fx.compat.placements import Even
-from mindspeed_fx.planning.search.layouts import Layout
+from mindspeed_fx.planning.search.layouts import Layout, shares
 from mindspeed_fx.planning.search.problem import Node, Problem, Value
 from mindspeed_fx.planning.search.strategies import by_expert
 
@@ -57,11 +57,21 @@ class StrategySpace:
         results = []
         for dim, n in zip(dims, shape):
             for a in dim:
-                n //= self.parts(layout, a, without) * labels.get(a, 1)
+                n = self._padded_part(n, a, self.parts(layout, a, without) * labels.get(a, 1))
                 if (expert := self.problem.experts.get(a)) is not None:
                     n //= labels.get(expert, 1)
             results.append(max(1, n))
         return tuple(results)
+
+    def _padded_part(self, n: int, atom: int, parts: int) -> int:
+        """What is left of ``n`` elements, atoms of this kind and others, when so many ranks have parts of one size of
+        the atom, the last with padding."""
+        size = self.axes.size[atom]
+        return n // parts if size % parts == 0 or n % size else n // size * -(-size // parts)
+
+    def rest(self, layout: Layout, atom: int, without: str = "") -> int:
+        """The largest part of an atom that the dimensions other than tp leave."""
+        return -(-self.axes.size[atom] // self.parts(layout, atom, without))
 
     def nbytes(self, value: Value, layout: Layout, label: Label = R, without: str = "") -> float:
         n = float(value.itemsize)
@@ -81,7 +91,7 @@ class StrategySpace:
         return (
             layout.tp,
             layout.cp > 1,
-            tuple(a is not None and (self.axes.size[a] // self.parts(layout, a)) % layout.tp == 0 for a in atoms),
+            tuple(a is not None and shares(self.rest(layout, a), layout.tp) for a in atoms),
         )
 
     def choices(self, layout: Layout, allowed: Any = None) -> dict[Node, list[Strategy]]:
@@ -101,7 +111,7 @@ class StrategySpace:
             results = [Strategy((R,) * len(node.uses), (R,) * len(node.outs))]
             if layout.tp > 1:
                 seen = {(results[0].ins, results[0].outs)}
-                for result in self.labelled(node, layout.tp, lambda a: self.axes.size[a] // self.parts(layout, a)):
+                for result in self.labelled(node, layout.tp, lambda a: self.rest(layout, a)):
                     if (result.ins, result.outs) not in seen and not (layout.cp > 1 and self._strided(node, result)):
                         seen.add((result.ins, result.outs))
                         results.append(result)
@@ -143,7 +153,9 @@ class StrategySpace:
                     mine = dims[int(p)] if int(p) < len(dims) else ()
                     chosen = atom if atom in mine or atom in self.expert_atoms else mine[0] if mine else None
                     of = p.of if isinstance(p, Even) else 1
-                    if chosen is None or size(chosen) % (ranks * of if of > 1 and len(mine) == 1 else ranks):
+                    if chosen is None or not shares(size(chosen), ranks):
+                        break
+                    if of > 1 and size(chosen) % (ranks * of if len(mine) == 1 else ranks):
                         break
                     label[i] = chosen
                 else:

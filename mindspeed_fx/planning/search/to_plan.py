@@ -38,6 +38,24 @@ def names_of(problem: Problem, name: str, run: int) -> list[str]:
     return [layer + name[len(head) :] for layer in layers]
 
 
+def paddings(problem: Problem, solution: Any) -> list[str]:
+    """What ranks cannot share evenly and is padded, and how much that adds."""
+    L, sizes, results = solution.layout, problem.axes.size, []
+    divided: dict[tuple[int, str], int] = {}
+    for atom, ranks, dim in ((problem.batch, L.dp * L.ep, "dp x ep"), (problem.sequence, L.cp, "cp")):
+        if atom is not None and ranks > 1:
+            divided[atom, dim] = ranks
+    for strategy in solution.strategies.values():
+        divided.update({(x, "tp"): L.tp for x in (*strategy.ins, *strategy.outs) if isinstance(x, int)})
+    for (atom, dim), ranks in divided.items():
+        outer = {problem.batch: L.dp * L.ep * L.microbatches, problem.sequence: L.cp}.get(atom, 1) if dim == "tp" else 1
+        size = -(-sizes[atom] // outer)
+        if more := -size % ranks:
+            what = {problem.batch: "batch of ", problem.sequence: "sequence of "}.get(atom, "")
+            results.append(f"{what}{size} padded to {size + more} for {ranks} ranks of {dim} (+{more / size:.1%})")
+    return list(dict.fromkeys(results))
+
+
 class _Emitter:
     def __init__(self, problem: Problem, solution: Any):
         self.problem, self.solution, self.layout = problem, solution, solution.layout
@@ -83,6 +101,7 @@ class _Emitter:
             "gather": gather,
             "recompute": L.recompute if L.recompute != "none" else None,
             "microbatches": L.microbatches,
+            "keep_whole": bool(paddings(self.problem, self.solution)),
         }
         return results, list(dict.fromkeys(self.wrong))
 

@@ -117,7 +117,7 @@ def _local(x: Any, value: Any, mesh: Any) -> Any:
     shape = list(x.shape)
     for i, p in enumerate(value.placements if value.parameter else ()):
         if dtensor.is_divided(p):
-            shape[p.dim] //= mesh.size(i)
+            shape[p.dim] = -(-shape[p.dim] // mesh.size(i))  # the first rank has the largest part
     if math.prod(shape) and tuple(shape) == tuple(x.shape):
         local = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
     else:
