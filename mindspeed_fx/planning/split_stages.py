@@ -111,6 +111,8 @@ class _Homes:
         self.again: set[fx.Node] = set()
         self.readers: dict[fx.Node, set[int]] = {}
         """Stages that read a node, also through nodes that are computed again."""
+        self.writers: dict[fx.Node, list[fx.Node]] = {}
+        """What writes in place to the memory of a node that stages compute again, and is computed again with it."""
         self._after_layers()
         self._before_layers()
         self._find_readers()
@@ -205,6 +207,8 @@ class _Homes:
                 for n in self.nodes
                 if isinstance(value := fx_graph.example_value_of(n), torch.Tensor) and fake.storage_of(value) == storage
             ]
+            if self._is_made_by_each(writer, same):
+                continue
             if (
                 len(
                     result := set().union(
@@ -222,6 +226,21 @@ class _Homes:
                     f"{_where(writer)}: {writer.name} writes in place to what comes before the layers; stages cannot "
                     "tell who reads it"
                 )
+
+    def _is_made_by_each(self, writer: fx.Node, same: list[fx.Node]) -> bool:
+        """Whether every stage that reads what ``writer`` writes makes it anew, the writes included (:attr:`writers`).
+
+        Args:
+            same: nodes of that memory.
+        """
+        nodes = {writer, *same}
+        if any(n not in self.again or n.op not in ("call_function", "call_method") for n in nodes):
+            return False
+        if any(a not in self.again for n in nodes for a in n.all_input_nodes):
+            return False
+        for n in nodes:
+            self.writers.setdefault(n, []).append(writer)
+        return True
 
     def _check_sent(self) -> None:
         for n, s in self.stage.items():
@@ -250,7 +269,7 @@ def _part(gm: fx.GraphModule, homes: _Homes, s: int) -> Part:
         n = todo.pop()
         if n in homes.again:
             needed.add(n)
-        todo += [a for a in n.all_input_nodes if a in homes.again and a not in needed]
+        todo += [a for a in (*n.all_input_nodes, *homes.writers.get(n, ())) if a in homes.again and a not in needed]
     graph, copy = fx.Graph(), {}
     arguments = [n for n in homes.nodes if n.op == "placeholder" and n in needed]
     for n in arguments:

@@ -95,8 +95,8 @@ def meshes(
     node: int = 0,
 ) -> Iterator[tuple[int, ...]]:
     """(pp, dp, cp, ep, tp) with these many devices: parts of batch and sequence are even, or padded where that adds
-    little (to a batch up to a half), stages have layers, and expert groups divide the experts. ``fixed`` names dimensions with their sizes; tp else stays inside a machine of
-    ``node`` ranks."""
+    little (to a batch up to a half), stages have layers, and expert groups divide the experts. ``fixed`` names
+    dimensions with their sizes; tp else stays inside a machine of ``node`` ranks."""
 
     def choices(name: str, remaining: int) -> list[int]:
         return (
