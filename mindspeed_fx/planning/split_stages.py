@@ -65,6 +65,11 @@ def layers_of(model: nn.Module, stages: int) -> tuple[str, int]:
     if other is not None and (name is None or 2 * alike[name] < mixed[other]):
         name = other
     if name is None:
+        if shared := [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == 1]:
+            raise ShardingError(
+                f'pp={stages}: "{shared[0]}" of {type(model).__name__} has one layer, whose weights every turn of it '
+                "shares; stages are made of layers with weights of their own"
+            )
         raise ShardingError(
             f"pp={stages}: {type(model).__name__} has no repeated layers (a ModuleList, or a Sequential of modules of "
             "one class) to make stages of"

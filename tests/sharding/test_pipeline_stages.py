@@ -154,18 +154,51 @@ def test_hugging_face():
 
 
 class Writes(Learned):
+    """Writes to what each layer reads."""
+
     def forward(self, ids, labels):
-        x, mask = self.table(ids), torch.ones(16, 8, dtype=torch.float64)
+        x, mask = self.table(ids), self.table(ids) * 2
         for i, layer in enumerate(self.layers):
             mask[i:] = 0.5
             x = layer(x) * mask
         return x.mean()
 
 
+class Placed(Learned):
+    """Fills what all layers read with what its arguments alone give, as T5 shifts labels and counts distances."""
+
+    def forward(self, ids, labels):
+        shifted = torch.zeros_like(ids)
+        shifted[:, 1:] = ids[:, :-1]
+        scale = (shifted > 8) * 0.5
+        scale += 0.25
+        x = self.table(shifted)
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * scale.unsqueeze(-1)
+        return (x.sum(-1) + self.positions.sum(-1) - labels).square().mean()
+
+
+def test_what_is_written_of_the_arguments_alone_every_stage_makes_anew():
+    given, model = batch(), Placed().double()
+    agrees(model, stages(model, 2, (), given, microbatches=1, options=EAGER), given, 1)
+
+
+class Shared(nn.Module):
+    """One layer that runs twice, as ALBERT's."""
+
+    def __init__(self):
+        super().__init__()
+        self.groups = nn.ModuleList([nn.Linear(8, 8)])
+
+    def forward(self, x):
+        return self.groups[0](self.groups[0](x)).mean()
+
+
 def test_what_has_no_stages():
     given = batch()
     for model, count, microbatches, says in (
         (nn.Sequential(nn.Linear(4, 4), nn.ReLU()), 2, 1, "Sequential has no repeated layers"),
+        (Shared(), 2, 1, '"groups" of Shared has one layer, whose weights every turn of it shares'),
         (Llama(), 3, 1, '"layers" has 2 layers; valid: 2 to 2 stages'),
         (Llama(), 2, 3, r'argument "ids" of shape \(4, 16\) cannot be split into 3 microbatches'),
         (Writes().double(), 2, 1, "module .*writes in place"),

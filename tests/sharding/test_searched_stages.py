@@ -44,3 +44,12 @@ def test_layers_that_do_not_repeat_make_stages_too():
 def test_more_stages_than_repeated_layers_are_refused_by_their_number():
     with pytest.raises(ShardingError, match='mesh dimension "pp": 8 stages need as many layers .* the model has 4'):
         mindspeed_fx.plan(*large(layers=4), mesh={"pp": 8}, hardware="ascend910b2")
+
+
+def test_stages_are_searched_for_layers_that_do_not_repeat():
+    with torch.device("meta"):
+        model, args = Mixed(), tuple(torch.zeros(4, 16, dtype=torch.long) for _ in range(2))
+    plan = mindspeed_fx.plan(model, args, devices=2, hardware="ascend910b2", keep=20, trace=False)
+    assert any(p.layout.pp == 2 for p in plan.alternatives)
+    one = mindspeed_fx.plan(model, args, devices=2, hardware="ascend910b2", keep=20, trace=False, pipeline=False)
+    assert all(p.layout.pp == 1 for p in one.alternatives)

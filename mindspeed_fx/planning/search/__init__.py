@@ -108,7 +108,7 @@ def plan(
     # each collection walks over all objects of torch, a quarter of a second, and a search makes little garbage
     with no_gc(True), progress.task("plan", ("model", "layouts", "programs", "integers")):
         progress.enter("model")
-        problem = trace_model(model, args, kwargs or {}, fixed.get("pp", 1))
+        problem = trace_model(model, args, kwargs or {}, fixed.get("pp", 0 if pipeline and devices > 1 else 1))
         outcome = branch_and_bound(problem, hw, devices, limit, keep=keep, **settings)
     searched = Searched(problem, Prices(problem, hw, optimizer), devices, limit, outcome, settings)
     return _first_that_traces(searched) if trace else SearchedPlan.of(searched, outcome.solutions[0])

@@ -39,7 +39,8 @@ def trace_model(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], s
     Args:
         model: on any device, meta included; is not changed and not run.
         args, kwargs: of the model, of the whole batch; may be on the meta device.
-        stages: of a pipeline, where their number is given; layers that do not repeat are runs of one then.
+        stages: of a pipeline, where their number is given, 0 where it is searched; layers that do not repeat are runs of
+            one then.
 
     Raises:
         ShardingError: sizes that are data, with module and line; fewer layers than stages.
@@ -58,14 +59,23 @@ def trace_model(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], s
     try:
         return _problem(*_capture(model, args, kwargs), short)
     except NotRepeated as e:
-        raise ShardingError(f"pp={stages}: {e}") from None
+        if stages:
+            raise ShardingError(f"pp={stages}: {e}") from None
+    short.runs = []
+    return _problem(*_capture(model, args, kwargs), short)
 
 
 def _single_layers(model: nn.Module, stages: int) -> list[tuple[list[str], list[str]]]:
-    """Each layer that stages are made of as a run of its own; none without stages."""
+    """Each layer that stages are made of as a run of its own; none without stages, and, where their number is searched,
+    without layers."""
     if stages == 1:
         return []
-    path, count = layers_of(model, stages)
+    try:
+        path, count = layers_of(model, stages or 2)
+    except ShardingError:
+        if stages:
+            raise
+        return []
     names = [f"{path}.{i}".lstrip(".") for i in range(count)]
     return [([name], [name]) for name in names]
 
