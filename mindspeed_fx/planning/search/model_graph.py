@@ -39,8 +39,8 @@ def trace_model(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], s
     Args:
         model: on any device, meta included; is not changed and not run.
         args, kwargs: of the model, of the whole batch; may be on the meta device.
-        stages: of a pipeline, where their number is given, 0 where it is searched; layers that do not repeat are runs of
-            one then.
+        stages: of a pipeline, where their number is given, 0 where it is searched; layers that do not repeat are runs
+            of one then.
 
     Raises:
         ShardingError: sizes that are data, with module and line; fewer layers than stages.
