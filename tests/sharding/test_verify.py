@@ -247,3 +247,20 @@ def test_layouts_are_what_the_operators_do(data):
             return  # nothing is claimed
         layout = made
         assert elements(layout).equal(x) and (layout.span()[0], layout.span()[1]) == (x.min().item(), x.max().item())
+
+
+@pytest.mark.parametrize(
+    "plan,mesh,sizes,batch",
+    [
+        ("tp_sp", {"tp": 2}, {}, (4, 17)),
+        several("tp", {"tp": 4}, dict(vocab=61), (4, 16)),
+        several("tp_sp", {"tp": 4}, dict(hidden=48, heads=6, kv_heads=6), (4, 48)),
+        several("ulysses", {"cp": 2}, {}, (4, 17)),
+        several("ring", {"cp": 2}, {}, (4, 17)),
+        several("zero2", {"dp": 2}, {}, (3, 16)),
+    ],
+)
+def test_nothing_more_is_sent_where_values_are_padded(verified, plan, mesh, sizes, batch):
+    report = verified(plan, mesh, model=Llama(LAYERS, **sizes), args=torch.zeros(2, *batch, dtype=torch.long))
+    assert [(s.operator, s.reason) for s in report.skipped] == []
+    assert any(note.startswith("padded: ") for note in report.notes)

@@ -98,7 +98,7 @@ class ExpectedCollectives:
             self._add(
                 word,
                 i,
-                self._bytes(x) * self._gathered_before(x.placements, y.placements, i),
+                self._bytes(x) * _padding_of(y, x) * self._gathered_before(x.placements, y.placements, i),
                 False,
                 node,
                 "edge of the plan",
@@ -106,14 +106,14 @@ class ExpectedCollectives:
         if x.requires_grad:
             back = p if p.is_shard() else None
             if t.is_shard():
-                size = self._bytes(y) * self._gathered_before(y.placements, x.placements, i)
+                size = self._bytes(y) * _padding_of(x, y) * self._gathered_before(y.placements, x.placements, i)
                 for word in ["all_gather"] if back is None else ["all_to_all"] if back != t else []:
                     self._add(word, i, size, True, node, "gradient of an edge of the plan")
             elif self.is_sum(node, i):
                 self._add(
                     "all_reduce" if back is None else "reduce_scatter",
                     i,
-                    self._bytes(y),
+                    self._bytes(y) * _padding_of(x, y),
                     True,
                     node,
                     "gradient of an edge of the plan",
@@ -244,6 +244,11 @@ class ExpectedCollectives:
     @staticmethod
     def _bytes(x: DTensor) -> int:
         return dtensor.local_numel(x) * x.dtype.itemsize
+
+
+def _padding_of(x: DTensor, y: DTensor) -> float:
+    """How many times as large ``x``, the same value elsewhere, is stored as ``y``."""
+    return max(1.0, x.numel() / max(y.numel(), 1))
 
 
 def _messages(p: Placement, t: Placement | None) -> Iterator[str]:

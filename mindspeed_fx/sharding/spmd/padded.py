@@ -97,34 +97,58 @@ def is_padded(*values: Any) -> bool:
 # ------------------------------------------------------------------ into padding and out of it
 
 
-def _locally(x: DTensor, function: Callable[[torch.Tensor], torch.Tensor]) -> DTensor:
-    """``function`` on each rank's part, along dimensions that are not divided."""
-    gradient = [Replicate() if p.is_partial() else p for p in x.placements]
-    return from_parts(function(x.to_local(grad_placements=gradient)), x.device_mesh, x.placements)
-
-
 def stretch(x: DTensor, dim: int, axes: Axes, fill: float | None = None) -> DTensor:
     """``x``, whole along ``dim``, with padding there: its last element again, or ``fill``."""
-
-    def longer(local: torch.Tensor, at: int, axis: Axis) -> torch.Tensor:
-        count = axis.stored - axis.size
-        if not count:
-            return local
-        last = local.detach().narrow(at, axis.size - 1, 1)
-        shape = [count if d == at else n for d, n in enumerate(local.shape)]
-        padding = last.expand(shape) if fill is None else last.new_full(shape, fill)
-        return torch.cat((local, padding), at)
-
-    return _locally(x, lambda local: _each_axis(local, dim, axes, [a.size for a in axes], longer))
+    return _Resized.apply(x, dim, axes, fill, True)
 
 
 def shrink(x: DTensor, dim: int, axes: Axes) -> DTensor:
     """``x``, whole along ``dim``, without its padding there."""
+    return _Resized.apply(x, dim, axes, 0, False)
 
-    def shorter(local: torch.Tensor, at: int, axis: Axis) -> torch.Tensor:
+
+class _Resized(torch.autograd.Function):
+    """Padding that comes or goes along a dimension that is not divided; the gradient of what comes is dropped. On each
+    rank's part, also of sums over ranks that are not yet made: a gradient stays such a sum, and is scattered later."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, dim: int, axes: Axes, fill: float | None, grows: bool) -> DTensor:
+        ctx.set_materialize_grads(False)
+        ctx.dim, ctx.axes, ctx.grows = dim, axes, grows
+        local = (_longer if grows else _shorter)(x.to_local(), dim, axes, fill)
+        return from_parts(local, x.device_mesh, x.placements)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[DTensor | None, None, None, None, None]:
+        if grad is None:
+            return None, None, None, None, None
+        sums = ("sum", None)
+        whole = [
+            Replicate() if dtensor.is_divided(p, ctx.dim) or getattr(p, "reduce_op", None) not in sums else p
+            for p in grad.placements
+        ]
+        grad = grad if whole == list(grad.placements) else grad.redistribute(placements=whole)
+        local = (_shorter if ctx.grows else _longer)(grad.to_local(), ctx.dim, ctx.axes, 0)
+        return from_parts(local, grad.device_mesh, whole), None, None, None, None
+
+
+def _longer(local: torch.Tensor, dim: int, axes: Axes, fill: float | None) -> torch.Tensor:
+    def change(local: torch.Tensor, at: int, axis: Axis) -> torch.Tensor:
+        count = axis.stored - axis.size
+        if not count:
+            return local
+        last = local.narrow(at, axis.size - 1, 1)
+        shape = [count if d == at else n for d, n in enumerate(local.shape)]
+        return torch.cat((local, last.expand(shape) if fill is None else last.new_full(shape, fill)), at)
+
+    return _each_axis(local, dim, axes, [a.size for a in axes], change)
+
+
+def _shorter(local: torch.Tensor, dim: int, axes: Axes, _fill: float | None) -> torch.Tensor:
+    def change(local: torch.Tensor, at: int, axis: Axis) -> torch.Tensor:
         return local if axis.size == axis.stored else local.narrow(at, 0, axis.size).clone()  # dense: views fit it
 
-    return _locally(x, lambda local: _each_axis(local, dim, axes, [a.stored for a in axes], shorter))
+    return _each_axis(local, dim, axes, [a.stored for a in axes], change)
 
 
 def _each_axis(local: torch.Tensor, dim: int, axes: Axes, sizes: list[int], change: Callable) -> torch.Tensor:

@@ -11,7 +11,9 @@ import torch
 import torch.fx as fx
 from torch.distributed.tensor import DTensor, Shard
 
+from mindspeed_fx.compat import dtensor
 from mindspeed_fx.sharding.spmd import kept_whole, packed, token_dispatch
+from mindspeed_fx.sharding.spmd.expected_collectives import sends_inside
 from mindspeed_fx.sharding.spmd.padded import (
     Called,
     Padded,
@@ -80,13 +82,32 @@ def _without_summed_padding(
     last = x.ndim - 1
     zero_y = not isinstance(y, Padded) or not is_padded_axes(y.dims[inner]) or y.zero
     stored_x = as_stored(x, {**x_own, last: summed}, 0)
-    stored_y = as_stored(y, {**y_own, inner: summed}, 0)
+    stored_y, before = as_stored(y, {**y_own, inner: summed}, 0), y
     if not zero_y and not (isinstance(x, Padded) and x.zero):
         only = tuple(summed if d == inner else plain(n) for d, n in enumerate(stored_y.shape))
         stored_y = masked(Padded(stored_y, only), 0)
     # each rank has the summands of its part of x
     placed = [Shard(inner) if p.is_shard(last) else q for p, q in zip(stored_x.placements, stored_y.placements)]
-    return stored_x, placed_at(stored_y, placed)
+    stored_y = placed_at(stored_y, placed)
+    if isinstance(before, DTensor) and before.requires_grad:
+        _says(before, stored_y)
+    return stored_x, stored_y
+
+
+def _moved(weight: Any, dims: dict[int, Axes], placements: Sequence[Any]) -> DTensor:
+    """A weight gathered, padded and divided again."""
+    result = placed_at(as_stored(weight, dims, 0), placements)
+    _says(stored_of(weight), result)
+    return result
+
+
+def _says(weight: DTensor, moved: DTensor) -> None:
+    """What gathering a weight, and its gradient, sends."""
+    for i, (p, q) in enumerate(zip(weight.placements, moved.placements)):
+        if p == q and p.is_shard():
+            for x, backward in ((weight, False), (moved, True)):
+                size = dtensor.local_numel(x) * x.dtype.itemsize
+                sends_inside("all_gather", i, size, backward, "weights of whole heads")
 
 
 def with_whole_heads(node: fx.Node, target: Any, args: tuple) -> tuple:
@@ -108,7 +129,7 @@ def with_whole_heads(node: fx.Node, target: Any, args: tuple) -> tuple:
     names = [weight.device_mesh.mesh_dim_names[i] for i in over]
     axes = _heads(heads, weight.shape[out] // heads, ranks, names, blank=True)
     placements = stored_of(weight).placements
-    stored = placed_at(as_stored(weight, {out: axes}, 0), placements)
+    stored = _moved(weight, {out: axes}, placements)
     moved = Padded(stored, tuple(axes if d == out else plain(n) for d, n in enumerate(weight.shape)), zero=True)
     return (*args[:at], moved, *args[at + 1 :])
 
