@@ -98,7 +98,7 @@ class ExpectedCollectives:
             self._add(
                 word,
                 i,
-                self._bytes(x) * _padding_of(y, x) * self._gathered_before(x.placements, y.placements, i),
+                self._padded_bytes(x, y) * self._gathered_before(x.placements, y.placements, i),
                 False,
                 node,
                 "edge of the plan",
@@ -106,14 +106,14 @@ class ExpectedCollectives:
         if x.requires_grad:
             back = p if p.is_shard() else None
             if t.is_shard():
-                size = self._bytes(y) * _padding_of(x, y) * self._gathered_before(y.placements, x.placements, i)
+                size = self._padded_bytes(y, x) * self._gathered_before(y.placements, x.placements, i)
                 for word in ["all_gather"] if back is None else ["all_to_all"] if back != t else []:
                     self._add(word, i, size, True, node, "gradient of an edge of the plan")
             elif self.is_sum(node, i):
                 self._add(
                     "all_reduce" if back is None else "reduce_scatter",
                     i,
-                    self._bytes(y) * _padding_of(x, y),
+                    self._padded_bytes(y, x),
                     True,
                     node,
                     "gradient of an edge of the plan",
@@ -241,14 +241,13 @@ class ExpectedCollectives:
         if size > NUMBER:
             self.messages.append(Send(kind, self.mesh.mesh_dim_names[i], size, backward, module_path(node), why))
 
+    def _padded_bytes(self, x: DTensor, other: DTensor) -> int:
+        """Of ``x`` with the padding that the same value has as ``other``."""
+        return self._bytes(x) * max(x.numel(), other.numel()) // max(x.numel(), 1)
+
     @staticmethod
     def _bytes(x: DTensor) -> int:
         return dtensor.local_numel(x) * x.dtype.itemsize
-
-
-def _padding_of(x: DTensor, y: DTensor) -> float:
-    """How many times as large ``x``, the same value elsewhere, is stored as ``y``."""
-    return max(1.0, x.numel() / max(y.numel(), 1))
 
 
 def _messages(p: Placement, t: Placement | None) -> Iterator[str]:

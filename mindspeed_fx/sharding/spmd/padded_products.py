@@ -158,7 +158,7 @@ def of_packed(called: Called, node: fx.Node, target: Any, args: tuple, kwargs: d
     for i, b in enumerate(biases):
         arg = list(args)
         arg[at] = _piece(weight, i)
-        if b is not None:
+        if b is not None and bias_at is not None:
             arg[bias_at] = b
         parts.append(called(target, tuple(arg), kwargs))
     return packed.Pieces(parts, node.meta["val"].ndim - 1)
