@@ -334,3 +334,17 @@ def tied_worker(rank, store, sizes, plan, kind):
 )
 def test_tied_weights_over_processes(sizes, plan, kind, tmp_path):
     ranks.spawn(tied_worker, (str(tmp_path / "store"), sizes, plan, kind), nprocs=math.prod(sizes.values()))
+
+
+def test_a_stage_without_experts_beside_one_that_sends_tokens():
+    """DeepSeek's first layers are dense."""
+    from tests.sharding.llama import MLP
+    from tests.sharding.mixtral import Mixtral
+
+    model = Mixtral(2)
+    model.layers[0].mlp = MLP(32, 64, False)
+    model, given = model.double(), batch(vocab=60)
+    model(**given).backward()
+    result = mindspeed_fx.simulate(model, {"pp": 2, "ep": 2}, "ep_alltoall", **given)
+    for name, p in model.named_parameters():
+        assert (result.gradients[name] - p.grad).abs().max() <= 1e-10 * p.grad.abs().max() > 0, name

@@ -59,6 +59,8 @@ def dispatch_tokens(gm: fx.GraphModule, context: Context) -> PassReport:
             _rewrite(node, report)
         graph.graph.eliminate_dead_code()
         graph.recompile()
+    if not report.rewrites and not _has_experts(gm, sharding):
+        return report.note_reason("no parameter of this graph, a stage of a pipeline, is one of experts")
     if not report.rewrites:
         raise ShardingError(
             f'plan "{sharding.plan.name}" sends tokens to experts, and no mixture was found in this graph: rows sorted '
@@ -66,6 +68,12 @@ def dispatch_tokens(gm: fx.GraphModule, context: Context) -> PassReport:
             'plan "ep" gathers tokens instead'
         )
     return report
+
+
+def _has_experts(gm: fx.GraphModule, sharding: Any) -> bool:
+    """Whether a parameter of the graph is [experts, ., .]; a stage of a pipeline may have none."""
+    own = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder" and n.name in sharding.inputs]
+    return any(x.ndim == 3 for x in own)
 
 
 def _graphs(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
