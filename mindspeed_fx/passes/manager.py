@@ -65,6 +65,7 @@ PASSES = (
     Entry("fusion.causal_conv1d",                "captured",    1, CLOSE, "after silu, which it takes in"),
     Entry("canonicalize.stacked_rows",           "captured",    1, CLOSE, "rows at once, for softmax and losses"),
     Entry("canonicalize.softmax",                "captured",    1, CLOSE, "one softmax for attention and for losses"),
+    Entry("fusion.router_topk",                  "captured",    1, CLOSE, "reads one softmax, or a sigmoid"),
     Entry("fusion.attention",                    "captured",    1, CLOSE, "reads scores around the softmax"),
     Entry("fusion.cross_entropy",                "captured",    1, CLOSE, "picked log-probabilities of the softmax"),
     Entry("fusion.linear_cross_entropy",         "captured",    1, CLOSE, "joins cross-entropy and the logits' layer"),

@@ -27,6 +27,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
         "canonicalize.varlen_attention",
     ),
     "norms": (*KINDS["norms"], "fusion.add_rms_norm", "fusion.add_layer_norm"),
+    "experts": (*KINDS["experts"], "fusion.router_topk"),
     "losses": (*KINDS["losses"], "fusion.linear_cross_entropy", "fusion.linear_cross_entropy_backward"),
     "convolutions": ("fusion.causal_conv1d",),
     "hyper-connections": ("fusion.sinkhorn_knopp",),

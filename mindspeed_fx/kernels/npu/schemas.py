@@ -107,6 +107,13 @@ SCHEMAS = {
         "(Tensor, Tensor)",
         "npu_moe_token_permute_grad_v2(Tensor grad_permuted_tokens, Tensor sorted_indices, SymInt tokens_size_0, "
         "ScalarType tokens_dtype, SymInt num_topK, bool padded_mode=False) -> Tensor",
+        "npu_moe_gating_top_k(Tensor x, int k, *, Tensor? bias=None, Tensor? input_ids=None, Tensor? tid2eid=None, int "
+        "k_group=1, int group_count=1, int group_select_mode=0, int renorm=0, int norm_type=0, bool out_flag=False, "
+        "float routed_scaling_factor=1., float eps=9.9999999999999995e-21) -> (Tensor, Tensor, Tensor)",
+        "npu_moe_gating_top_k_backward(Tensor x_norm, Tensor grad_y, Tensor expertIdx, *, int renorm=0, int "
+        "norm_type=0, float routed_scaling_factor=1., float eps=9.9999999999999995e-21) -> Tensor",
+        "npu_moe_gating_top_k_softmax_v2(Tensor x, *, int k=1, Tensor? finished=None, int? renorm=0, bool? "
+        "output_softmax=False) -> (Tensor, Tensor, Tensor)",
         "npu_moe_token_permute_with_routing_map(Tensor tokens, Tensor routing_map, *, Tensor? probs=None, int? "
         "num_out_tokens=None, bool drop_and_pad=False) -> (Tensor, Tensor, Tensor)",
         "npu_moe_token_permute_with_routing_map_grad(Tensor permuted_token_out_grad, Tensor? probs_grad, Tensor "
