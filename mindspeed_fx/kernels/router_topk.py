@@ -11,9 +11,9 @@ sections 2.1.2: sigmoid, a bias for the choice alone, groups by the sum of their
 Only the chosen weights have gradients, so that the backward works on [tokens, k] and scatters once. With p = weights /
 scale, g the gradient of the weights, and c = sum(g p):
 
-    normalized:      ds = scale p (g - c) / s, which for a sigmoid gives  dx = scale p (g - c) (1 - s)  of chosen experts,
-                     for a softmax  dx = scale (p (g - c) [chosen] - s c (1 - sum(p)));  without eps sum(p) is 1
-    not normalized:  the gradient of a sigmoid or a softmax, which got scale g where chosen and 0 elsewhere
+    normalized, sigmoid:  dx = scale p (g - c) (1 - s)  where chosen, 0 elsewhere
+    normalized, softmax:  dx = scale (p (g - c) where chosen, - s c (1 - sum(p)) everywhere);  sum(p) is 1 without eps
+    not normalized:       the gradient of a sigmoid or a softmax, which got scale g where chosen and 0 elsewhere
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def _check(logits: Tensor, k: int, score: str, groups: int, kept: int, best: int
         raise ValueError(f"router_topk: score is {score!r}; valid: {', '.join(SCORES)}")
     if groups < 1 or experts % groups or not 1 <= kept <= groups:
         raise ValueError(
-            f"router_topk: {kept} of {groups} groups of {experts} experts are kept; equal groups are expected, and 1 to "
-            "all of them"
+            f"router_topk: {kept} of {groups} groups of {experts} experts are kept; equal groups are expected, and 1 "
+            "to all of them"
         )
     if not 1 <= k <= experts // groups * kept:
         raise ValueError(f"router_topk: k is {k}; valid: 1 to {experts // groups * kept}")

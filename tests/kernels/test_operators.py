@@ -54,6 +54,13 @@ def cases():
     yield "clipped_swiglu-two", ops.clipped_swiglu.default, (double(3, 4), double(3, 4), 1.0, 0.5, 0.0, False)
     yield "weighted_swiglu-packed", ops.weighted_swiglu.default, (double(3, 8), None, double(3, 1))
     yield "weighted_swiglu-two", ops.weighted_swiglu.default, (double(3, 4), double(3, 4), double(3, 1))
+    for score, eps, bias in itertools.product(("softmax", "sigmoid"), (None, 0.0, 0.3), (True, False)):
+        groups = (3, 2, 2) if bias else (1, 1, 1)
+        yield (
+            f"router_topk-{score}-{eps}-{bias}",
+            ops.router_topk.default,
+            (double(3, 6), double(6, grad=False) if bias else None, 2, score, *groups, eps, 1.0 if bias else 2.5),
+        )
     for iterations in (1, 5):
         yield f"sinkhorn_knopp-{iterations}", ops.sinkhorn_knopp.default, (double(2, 3, 4, 4), iterations, 1e-3)
     for interleaved in (True, False):

@@ -1,4 +1,4 @@
-"""The router's choice on NPU: ``npu_moe_gating_top_k``, ``npu_moe_gating_top_k_softmax_v2`` and the gradient of the former.
+"""The router's choice on NPU: ``npu_moe_gating_top_k``, its gradient, and ``npu_moe_gating_top_k_softmax_v2``.
 
 Both forwards and the backward are called after autograd, so that it does not matter which derivatives torch_npu has:
 that of the softmax has none. 16-bit logits are widened first, because the documentation does not say in which type the

@@ -67,6 +67,15 @@ def _divided_in_turn(x):
     return x
 
 
+def _routed(logits: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """DeepSeek-V3's router without groups; a row of all experts, so that their order is not seen."""
+    scores = _wide(logits).sigmoid()
+    ids = (scores + bias).topk(2, -1, sorted=False)[1]
+    weights = scores.gather(-1, ids)
+    weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * 2.5
+    return torch.zeros_like(scores).scatter(-1, ids, weights)
+
+
 def _leaf(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.randn(*shape).to(dtype).requires_grad_()
 
@@ -266,6 +275,12 @@ FUSIONS = (
         dtypes=(torch.bfloat16,),
     ),
     Fusion("fusion.moe_permute", _sorted, _sorted_inputs),
+    Fusion(
+        "fusion.router_topk",
+        _routed,
+        lambda s, t: (_leaf(t, s.tokens, 4 * s.experts), torch.randn(4 * s.experts) / 4),
+        targets=("npu",),
+    ),
     Fusion("fusion.gathered_experts", _gathered, _gathered_inputs),
     Fusion("canonicalize.autograd_function", _Double.apply, lambda s, t: _hidden(s, t)),
     Fusion("fusion.clipped_swiglu", _clipped, lambda s, t: _hidden(s, t)),

@@ -258,6 +258,13 @@ def _experts(m: Maker) -> Losses:
     yield permuted**2
     for probs in (m.randn(tokens, chosen), None):
         yield ops.moe_unpermute(permuted.detach().requires_grad_(), order, probs, chosen) ** 2
+    for bias, score, eps in (
+        (None, "softmax", 0.0),
+        (m.randn(8, grad=False), "sigmoid", 1e-20),
+        (None, "softmax", None),
+    ):
+        groups = (1, 1, 1) if bias is None else (2, 1, 2)
+        yield ops.router_topk(m.randn(tokens, 8), bias, chosen, score, *groups, eps, 2.5)[0] ** 2
     routing = torch.rand(tokens, experts).argsort(-1) < chosen
     permuted, share, _ = ops.moe_permute_map(hidden, routing, m.rand(tokens, experts, grad=True), chosen)
     yield permuted * share.unsqueeze(-1)

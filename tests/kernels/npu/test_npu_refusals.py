@@ -47,6 +47,16 @@ def routed(tokens=None, marked=None, probs=None, k=2):
     )
 
 
+def chosen(logits=None, bias=None, k=2, groups=1, kept=1):
+    logits = t(8, 16) if logits is None else logits
+    return ops.router_topk, (logits, bias, k, "softmax", groups, kept, 1, 0.0, 1.0)
+
+
+def choice_gradient(score="sigmoid", experts=16, dtype=BF):
+    weights, ids = t(8, 2, dtype=F32), t(8, 2, dtype=torch.int64)
+    return ops.router_topk_backward, (weights, t(8, experts, dtype=dtype), weights, ids, score, 1e-20, 1.0)
+
+
 def packed(q=None, ends=torch.empty(3, dtype=torch.int64, device="meta")):
     q = bsnd(1, 2, 16, 16) if q is None else q
     return ops.varlen_attention, (q, q, q, t(1, q.shape[2], dtype=torch.int64), ends, True, 0.5, 0)
@@ -209,6 +219,15 @@ REFUSED = [
         (t(513, 4), t(513, dtype=torch.int64), t(1, 513), 1),
         "choices of a token is 513; valid: 1 to 512",
     ),
+    (*chosen(t(8, 16, dtype=F64)), "logits is float64"),
+    (*chosen(bias=t(16)), "softmax of the chosen logits alone"),
+    (*chosen(t(8, 1025), k=1025), "k is 1025; valid: 1 to 1024"),
+    (*chosen(t(8, 2049), bias=t(2049)), "experts is 2049; valid: 1 to 2048"),
+    (*chosen(t(8, 6), groups=3, kept=2), "experts of a group is 2; valid: 3 to 2048"),
+    (*chosen(t(8, 520), groups=65, kept=2), "experts, groups filled up to 32 is 2080; valid: 1 to 2048"),
+    (*choice_gradient(score="softmax"), "sigmoids that are divided by their sum alone"),
+    (*choice_gradient(experts=2049), "experts is 2049; valid: 2 to 2048"),
+    (*choice_gradient(dtype=F64), "logits is float64"),
     (ops.moe_unpermute, (t(8, 4), t(8, dtype=torch.int64), t(4, 2, dtype=F64), 2), "probs is float64"),
 ]
 

@@ -23,6 +23,7 @@ FAMILIES: dict[str, Callable[[torch.dtype], Iterator[Call]]] = {
     "attention": attention.attention_cases,
     "loss": losses.loss_cases,
     "moe": experts.moe_cases,
+    "router": experts.router_cases,
     "inference": experts.inference_cases,
     "softmax": attention.softmax_cases,
     "megatron": experts.megatron_cases,

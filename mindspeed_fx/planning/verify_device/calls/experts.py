@@ -69,6 +69,36 @@ def moe_cases(dtype: torch.dtype) -> Iterator[Call]:
         )
 
 
+def router_cases(dtype: torch.dtype) -> Iterator[Call]:
+    """The choice of experts: what Mixtral, Qwen3, DeepSeek-V2 and V3 and GPT-OSS ask for, and what lies between."""
+    whole, grouped = (1, 1, 1), (4, 2, 2)
+    softmax, gating = "npu_moe_gating_top_k_softmax_v2", "npu_moe_gating_top_k"
+    for name, score, biased, groups, eps, scale, kernel in (
+        ("mixtral", "softmax", False, whole, 0.0, 1.0, softmax),
+        ("scaled", "softmax", False, (4, 4, 1), 0.0, 2.5, softmax),
+        ("as-they-are", "softmax", False, whole, None, 1.0, gating),
+        ("deepseek_v2", "softmax", False, (4, 2, 1), None, 16.0, gating),
+        ("ernie", "softmax", True, whole, 1e-12, 1.0, gating),
+        ("deepseek_v3", "sigmoid", True, grouped, 1e-20, 2.5, gating),
+        ("glm4_moe", "sigmoid", True, (1, 1, 2), 1e-20, 1.0, gating),
+        ("sigmoids", "sigmoid", False, grouped, None, 2.5, gating),
+        ("small-groups", "sigmoid", True, (8, 4, 2), 1e-20, 1.0, "aten topk"),
+    ):
+        logits, bias = normal(9, 16, dtype=dtype), normal(16) / 4 if biased else None
+        args = (logits, bias, 4, score, *groups, eps, scale)
+        weights, ids = ops.router_topk(*args)
+        yield f"router_topk-{name}", ops.router_topk, args, kernel
+        divided = score == "sigmoid" and eps is not None
+        yield (
+            f"router_topk_backward-{name}",
+            ops.router_topk_backward,
+            (torch.randn_like(weights), logits, weights, ids, score, eps, scale),
+            "npu_moe_gating_top_k_backward" if divided else "aten scatter of the chosen gradients",
+        )
+    batched = normal(2, 3, 16, dtype=dtype)
+    yield "router_topk-batched", ops.router_topk, (batched, None, 2, "softmax", *whole, 0.0, 1.0), softmax
+
+
 def megatron_cases(dtype: torch.dtype) -> Iterator[Call]:
     """Operators that the Megatron frontend defines."""
     import mindspeed_fx.megatron.experts_npu
