@@ -25,6 +25,9 @@ ROWS = {
     "npu_fast_gelu": SPECIAL + 3,
     "npu_fast_gelu_backward": SPECIAL + 8,
     "npu_ring_attention_update": 3,
+    "npu_moe_gating_top_k": SOFTMAX + 8,
+    "npu_moe_gating_top_k_softmax_v2": SOFTMAX + 4,
+    "npu_moe_gating_top_k_backward": 6,
     **dict.fromkeys(
         (
             "npu_moe_token_permute",
