@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mindspeed_fx.compat.placements import REPLICATED
+from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.cost.operators import SOFTMAX, SPECIAL, once
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
 
@@ -107,23 +107,24 @@ def _check(logits: Tensor, k: int, score: str, groups: int, kept: int, best: int
 
 
 @operator(
-    "router_topk_backward(Tensor grad, Tensor logits, Tensor weights, Tensor ids, str score, float? eps, float scale) "
+    "router_topk_backward(Tensor grad, Tensor logits, Tensor? weights, Tensor ids, str score, float? eps, float scale) "
     "-> Tensor",
     lambda grad, logits, weights, ids, score, eps, scale: torch.empty(
         logits.shape, dtype=logits.dtype, device=logits.device
     ),
 )
 def router_topk_backward(
-    grad: Tensor, logits: Tensor, weights: Tensor, ids: Tensor, score: str, eps: float | None, scale: float
+    grad: Tensor, logits: Tensor, weights: Tensor | None, ids: Tensor, score: str, eps: float | None, scale: float
 ) -> Tensor:
     """The gradient [..., experts] of the logits of :func:`router_topk`, in their type.
 
     Args:
         grad: of the weights [..., k].
         logits: [..., experts], as given to the forward.
-        weights, ids: what it returned.
+        weights: what it returned, or None where eps is None.
+        ids: what it returned.
     """
-    wide = weights.dtype
+    wide = accumulation_dtype(logits.dtype)
     grad = grad.to(wide) if scale == 1 else grad.to(wide) * scale
     if eps is None:
         chosen = _unnormalized(grad, logits.to(wide), ids, score)
@@ -156,8 +157,9 @@ def _scatter(values: Tensor, logits: Tensor, ids: Tensor) -> Tensor:
 
 def _setup(ctx, inputs, output):
     logits, _, _, ctx.score, *_, ctx.eps, ctx.scale = inputs
-    ctx.save_for_backward(logits, *output)
-    ctx.mark_non_differentiable(output[1])
+    weights, ids = output
+    ctx.save_for_backward(logits, None if ctx.eps is None else weights, ids)
+    ctx.mark_non_differentiable(ids)
     ctx.set_materialize_grads(False)
 
 
@@ -197,4 +199,6 @@ def _sharding_rule(logits, bias, k, score, groups=1, kept=1, best=1, eps=None, s
 
 @router_topk_backward.shard
 def _sharding_rule_backward(grad, logits, weights, ids, score, eps, scale):
-    return [([d], [d, d, d, d]) for d in range(logits.ndim - 1)]
+    last = logits.ndim - 1
+    tokens = [([d], [d, d, d, d]) for d in range(last)]
+    return tokens if eps is not None else [*tokens, ([PARTIAL], [last, REPLICATED, REPLICATED, last])]

@@ -3,9 +3,10 @@
 Matched from the choice (``topk``) outward: back over the mask of groups and the bias to a softmax or a sigmoid, and on
 to the weights, the scores that were chosen, their division by their sum, and a scale; or a softmax of the chosen
 logits. What the model reads besides (the logits, all scores for an auxiliary loss) stays and has its own gradient. Safe
-because the operator chooses among the same scores in the same precision. Where it pays: on npu two kernels of torch_npu
-stand for up to seventeen, and the backward works on the chosen weights alone. Elsewhere the choice's sort is most of
-the time, and what stands around it is one kernel or two where code is generated.
+because the operator chooses among the same scores in the same precision. Where it pays: on npu two kernels stand for up
+to seventeen, and the backward works on the chosen weights alone. On cpu the choice's sort is most of the time: forward
+and backward of 2048 tokens with 128 and 256 experts took 0.7 to 1.0 of the time of generated code, one core, a few
+milliseconds of a layer that takes hundreds.
 """
 
 from __future__ import annotations

@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 
+import mindspeed_fx
 from tests.kernels.npu import npu_graphs
 from tests.models import explain, function_agrees, fusion_counts
+from tests.zoo import architectures
 
 NAME = "fusion.router_topk"
 
@@ -207,8 +209,9 @@ def test_near_misses(name):
     assert [s.reason for s in report.skipped(NAME) if reason in s.reason], report.skipped(NAME)
 
 
-def test_scores_in_16_bits_are_left():
-    report = function_agrees(lambda x: dense(*x.softmax(-1).topk(2, -1), 12), logits(torch.bfloat16), target="npu")
+@pytest.mark.parametrize("scores", [lambda x: x.softmax(-1), lambda x: x.float().sigmoid().type_as(x)])
+def test_scores_in_16_bits_are_left(scores):
+    report = function_agrees(lambda x: dense(*scores(x).topk(2, -1), 12), logits(torch.bfloat16), target="npu")
     assert NAME not in fusion_counts(report)
     assert ["scores are in bfloat16" in s.reason for s in report.skipped(NAME)] == [True]
 
@@ -270,3 +273,38 @@ def test_routers_of_transformers(name):
         return scores, dense(weights, ids, 8)
 
     assert fusion_counts(function_agrees(f, x, tolerance=1e-4, target="npu")) == {NAME: 1}
+
+
+MEGATRON = {
+    "softmax of the chosen": {},
+    "softmax before": dict(use_pre_softmax=True, scaling_factor=2.5),
+    "sigmoid": dict(score_function="sigmoid"),
+    "groups": dict(score_function="sigmoid", num_groups=4, group_topk=2, scaling_factor=2.5),
+}
+
+
+@pytest.mark.parametrize("name, biased", [*((name, False) for name in MEGATRON), ("sigmoid", True), ("groups", True)])
+def test_router_of_megatron(name, biased):
+    """Where its logits are float32 (``--moe-router-dtype fp32``), and of any type with a softmax of the chosen."""
+    moe_utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
+    given = MEGATRON[name]
+
+    def f(x):
+        probs, chosen = moe_utils.topk_routing_with_score_function(x, 4, expert_bias=BIAS if biased else None, **given)
+        return probs, chosen.int()
+
+    report = function_agrees(f, logits(torch.float32), tolerance=1e-5, target="npu")
+    assert fusion_counts(report) == {NAME: 1}, report.skipped(NAME)
+
+
+@pytest.mark.parametrize(
+    "name, count", [("mixtral", 2), pytest.param("qwen3_moe", 2, marks=pytest.mark.slow), ("deepseek_v3", 1)]
+)
+def test_exact_counts_on_models(name, count):
+    """DeepSeek-V3's first layer is dense. The loss of the balance between experts chooses too, without weights."""
+    pytest.importorskip("transformers")
+    model, inputs = architectures.build(name)
+    extra = {} if name == "deepseek_v3" else dict(output_router_logits=True)
+    torch._dynamo.reset()
+    report = mindspeed_fx.explain(model.to(torch.bfloat16), **inputs, **extra, options=npu_graphs.OPTIONS)
+    assert report.counts[NAME] == count and not report.skipped(NAME)

@@ -61,6 +61,8 @@ def read(topk: fx.Node) -> Router | None:
     scores, bias = _without_bias(choice)
     kind = _score(scores)
     if kind is None:
+        if scores is not match.uncast(scores) and _score(match.uncast(scores)):
+            _refuse_narrow(match.value(scores).dtype)
         return _read_softmax_of_chosen(topk, k, values, ids) if not masked else None
     weights, way = _weights(scores, values, ids, bias)
     if weights is None:
@@ -109,12 +111,16 @@ def _without_bias(choice: Any) -> tuple[Any, fx.Node | None]:
     return choice, None
 
 
-def _logits(scores: fx.Node) -> Any:
-    """What the scores are of: without the cast that the operator makes itself, with one where it would make another."""
-    x, dtype = scores.args[0], match.value(scores).dtype
+def _refuse_narrow(dtype: torch.dtype) -> None:
     if accumulation_dtype(dtype) != dtype:
         name = str(dtype).removeprefix("torch.")
         raise Miss(f"scores are in {name}, and the choice among them could be another one in float32")
+
+
+def _logits(scores: fx.Node) -> Any:
+    """What the scores are of: without the cast that the operator makes itself, with one where it would make another."""
+    x, dtype = scores.args[0], match.value(scores).dtype
+    _refuse_narrow(dtype)
     if match.is_call(x, aten.to.dtype) and accumulation_dtype(match.value(x.args[0]).dtype) == dtype:
         x = x.args[0] if match.is_float(x.args[0]) else x
     if accumulation_dtype(match.value(x).dtype) == dtype:

@@ -92,7 +92,7 @@ def router_cases(dtype: torch.dtype) -> Iterator[Call]:
         yield (
             f"router_topk_backward-{name}",
             ops.router_topk_backward,
-            (torch.randn_like(weights), logits, weights, ids, score, eps, scale),
+            (torch.randn_like(weights), logits, None if eps is None else weights, ids, score, eps, scale),
             "npu_moe_gating_top_k_backward" if divided else "aten scatter of the chosen gradients",
         )
     batched = normal(2, 3, 16, dtype=dtype)
