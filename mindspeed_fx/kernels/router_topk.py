@@ -126,7 +126,7 @@ def router_topk_backward(
     """
     wide = accumulation_dtype(logits.dtype)
     grad = grad.to(wide) if scale == 1 else grad.to(wide) * scale
-    if eps is None:
+    if eps is None or weights is None:
         chosen = _unnormalized(grad, logits.to(wide), ids, score)
         return (chosen if score == "softmax" else _scatter(chosen, logits, ids)).to(logits.dtype)
     p = weights if scale == 1 else weights / scale

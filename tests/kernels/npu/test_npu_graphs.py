@@ -157,6 +157,7 @@ class Experts(nn.Module):
 def test_experts():
     graphs = npu_graphs.trains_alike(Experts(), torch.randn(13, 16, requires_grad=True))
     assert graphs.npu("forward") == {
+        "npu_moe_gating_top_k": 1,
         "npu_moe_token_permute": 1,
         "npu_grouped_matmul": 2,
         "npu_swiglu": 1,
