@@ -19,6 +19,10 @@ def layout(x):
     return [s for s, n in zip(x.stride(), x.shape) if n > 1]
 
 
+LOWERED = [family for family in npu_cases.FAMILIES if family != "optimizer"]
+"""AdamW's step has no kernel on npu: torch's operators run there."""
+
+
 def exact(args):
     """The same arguments in float64, where the reference has no error worth the name."""
     return pytree.tree_map(lambda a: a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a, args)
@@ -39,7 +43,7 @@ def finite(x):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
-@pytest.mark.parametrize("family", npu_cases.FAMILIES)
+@pytest.mark.parametrize("family", LOWERED)
 def test_a_lowering_is_its_reference(family, dtype):
     for name, op, args, kernel in npu_cases.cases(family, dtype):
         operator = find(op.default)
@@ -70,7 +74,7 @@ def test_a_lowering_is_its_reference(family, dtype):
 def test_a_lowering_costs_the_products_that_its_operator_does():
     """torch_npu's operators have costs of their own: one that none knows would make a step seem fast."""
     seen = set()
-    for family in npu_cases.FAMILIES:
+    for family in LOWERED:
         for name, op, args, kernel in npu_cases.cases(family, torch.bfloat16):
             operator = find(op.default)
             if (operator.name, kernel) in seen or "causal" in name:
