@@ -284,6 +284,12 @@ def _check_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan | str | None) -> 
     return names, plan
 
 
+class StagePlan(Plan):
+    """The plan of one stage, which may have no part of what the plan of the whole is about."""
+
+    is_of_stage = True
+
+
 def inside(plan: Plan) -> Plan:
     """The plan of one stage: without "pp"; what a stage receives is divided like the arguments of the model, but over
     tp.
@@ -296,7 +302,7 @@ def inside(plan: Plan) -> Plan:
     }
     inputs = {**plan.inputs, **({f"{RECEIVED}*": received} if received else {})}
     parts = {f.name: getattr(plan, f.name) for f in dataclasses.fields(Plan)}
-    return Plan(**{**parts, "mesh": tuple(d for d in plan.mesh if d != "pp"), "inputs": inputs})
+    return StagePlan(**{**parts, "mesh": tuple(d for d in plan.mesh if d != "pp"), "inputs": inputs})
 
 
 def _bind_arguments(bound: inspect.BoundArguments) -> dict[str, Any]:

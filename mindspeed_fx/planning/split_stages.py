@@ -67,8 +67,8 @@ def layers_of(model: nn.Module, stages: int) -> tuple[str, int]:
     if name is None:
         if shared := [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == 1]:
             raise ShardingError(
-                f'pp={stages}: "{shared[0]}" of {type(model).__name__} has one layer, whose weights every turn of it '
-                "shares; stages are made of layers with weights of their own"
+                f'pp={stages}: {type(model).__name__} has no repeated layers: "{shared[0]}" has one, and what runs it '
+                "several times shares its weights; stages are made of layers with weights of their own"
             )
         raise ShardingError(
             f"pp={stages}: {type(model).__name__} has no repeated layers (a ModuleList, or a Sequential of modules of "

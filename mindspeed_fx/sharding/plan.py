@@ -25,7 +25,7 @@ import json
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Any, Iterable, Mapping
+from typing import Any, ClassVar, Iterable, Mapping
 
 from mindspeed_fx.errors import OptionError, nearest
 from mindspeed_fx.options import POLICIES, is_policy
@@ -203,6 +203,9 @@ class Plan:
             raise ShardingError(
                 f"{where}: capacity is {capacity!r}; a number from 1 on is expected, with dispatch: all_to_all"
             )
+
+    is_of_stage: ClassVar[bool] = False
+    """Whether it is the plan of a pipeline's stage, whose graph is a part of the model."""
 
     @property
     def uses_all_to_all(self) -> bool:

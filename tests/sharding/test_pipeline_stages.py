@@ -198,7 +198,7 @@ def test_what_has_no_stages():
     given = batch()
     for model, count, microbatches, says in (
         (nn.Sequential(nn.Linear(4, 4), nn.ReLU()), 2, 1, "Sequential has no repeated layers"),
-        (Shared(), 2, 1, '"groups" of Shared has one layer, whose weights every turn of it shares'),
+        (Shared(), 2, 1, 'no repeated layers: "groups" has one, and what runs it several times shares its weights'),
         (Llama(), 3, 1, '"layers" has 2 layers; valid: 2 to 2 stages'),
         (Llama(), 2, 3, r'argument "ids" of shape \(4, 16\) cannot be split into 3 microbatches'),
         (Writes().double(), 2, 1, "module .*writes in place"),

@@ -59,7 +59,7 @@ def dispatch_tokens(gm: fx.GraphModule, context: Context) -> PassReport:
             _rewrite(node, report)
         graph.graph.eliminate_dead_code()
         graph.recompile()
-    if not report.rewrites and not _has_experts(gm, sharding):
+    if not report.rewrites and sharding.plan.is_of_stage and not _has_experts(gm, sharding):
         return report.note_reason("no parameter of this graph, a stage of a pipeline, is one of experts")
     if not report.rewrites:
         raise ShardingError(
