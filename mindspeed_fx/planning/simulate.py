@@ -78,7 +78,7 @@ def simulate(
     parsed = Options.parse(options)
     plan, sizes, stages = _plan_of_a_stage(model, mesh, plan)
     layers = layers_of(model, stages) if stages > 1 else ("", 0)
-    model = copy.deepcopy(model)
+    model = _copy(model)
     unmatched_patterns(model, plan)
     names = {id(p): n for n, p in model.named_parameters()}
     show_whole(model, Sharding(plan, None, [n for n, _ in model.named_modules()]), lambda name, p: p)
@@ -113,7 +113,37 @@ def simulate(
         raise
     finally:
         torch._dynamo.reset()
+    _refuse_kept_results(model, results[0].outputs)
     return results[0]
+
+
+def _refuse_kept_results(model: nn.Module, outputs: Any) -> None:
+    """A result that the step keeps in the model is one of the graph's, whose gradient would be added to the loss's."""
+    leaves = torch.utils._pytree.tree_leaves(outputs)
+    results = {x.data_ptr() for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point()}
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.data_ptr() in results:
+                raise ShardingError(
+                    f'simulate: the step keeps a result in "{f"{name}.{attribute}".lstrip(".")}" of the model, whose '
+                    "gradient cannot be told from the loss's; keep nothing, or call parallelize"
+                )
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """The model, whose own gradients and placements stay as they are.
+
+    Raises:
+        ShardingError: it holds results of a step that it ran.
+    """
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and not value.is_leaf:
+                raise ShardingError(
+                    f'simulate: "{f"{name}.{attribute}".lstrip(".")}" of the model is a result of a step that it ran, '
+                    "and cannot be copied with it; set it to None, or give a model that has not run"
+                )
+    return copy.deepcopy(model)
 
 
 def _captured(gm: fx.GraphModule, options: Options) -> parallelized_graph.ParallelizedGraph:
