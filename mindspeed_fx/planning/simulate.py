@@ -106,21 +106,29 @@ def simulate(
     torch._dynamo.reset()
     try:
         with tracing.in_one_graph(ShardingError, "simulate"):
-            torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
+            returned = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
     except Exception:
         if wrong:
             raise wrong[0] from None
         raise
     finally:
         torch._dynamo.reset()
-    _refuse_kept_results(model, results[0].outputs)
+    _refuse_kept_results(model, _addresses(results[0].outputs) - _addresses(returned))
     return results[0]
 
 
-def _refuse_kept_results(model: nn.Module, outputs: Any) -> None:
-    """A result that the step keeps in the model is one of the graph's, whose gradient would be added to the loss's."""
-    leaves = torch.utils._pytree.tree_leaves(outputs)
-    results = {x.data_ptr() for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point()}
+def _addresses(values: Any) -> set[int]:
+    leaves = torch.utils._pytree.tree_leaves(values)
+    return {x.data_ptr() for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point()}
+
+
+def _refuse_kept_results(model: nn.Module, results: set[int]) -> None:
+    """A result that the step keeps in the model and does not return is one of the graph's, whose gradient would be
+    added to the loss's.
+
+    Raises:
+        ShardingError: the model has one at an address of ``results``.
+    """
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
             if isinstance(value, torch.Tensor) and value.data_ptr() in results:

@@ -180,3 +180,19 @@ def test_a_loss_that_looks_at_its_values_is_refused_by_name():
 
     with pytest.raises(ShardingError, match="takes a model that is one graph.*data-dependent"):
         simulate(Model(4, 4).double(), {"dp": 2}, "zero2", torch.randn(4, 4).double())
+
+
+def test_a_result_that_the_model_keeps_and_returns_is_one():
+    class Keeping(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 4, dtype=torch.float64)
+
+        def forward(self, x):
+            self.last = self.linear(x).square().sum()
+            return self.last
+
+    model, x = Keeping(), torch.randn(4, 4, dtype=torch.float64)
+    result = simulate(model, {"dp": 2}, "zero2", x)
+    expected = torch.autograd.grad(model(x), model.linear.weight)[0]
+    torch.testing.assert_close(result.gradients["linear.weight"], expected)
