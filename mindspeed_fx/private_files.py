@@ -50,7 +50,7 @@ def make_private(folder: str | os.PathLike) -> pathlib.Path:
     return path
 
 
-def write_whole(path: str | os.PathLike, text: str, mode: int = 0o600) -> None:
+def write_whole(path: str | os.PathLike, data: str | bytes, mode: int = 0o600) -> None:
     """A file that no reader ever sees half of, nor a later run after this one was killed.
 
     Raises:
@@ -59,8 +59,8 @@ def write_whole(path: str | os.PathLike, text: str, mode: int = 0o600) -> None:
     path = pathlib.Path(path)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
         os.chmod(name, mode)
         os.replace(name, path)
     except BaseException:

@@ -21,7 +21,7 @@ from typing import Any, Callable, Iterator
 import torch
 
 from mindspeed_fx.compat import inductor
-from mindspeed_fx.private_files import make_private, process_folder
+from mindspeed_fx.private_files import make_private, process_folder, write_whole
 
 log = logging.getLogger("mindspeed_fx")
 SOURCES = pathlib.Path(__file__).parents[1] / "kernels" / "cpu"
@@ -214,16 +214,7 @@ def _stored(folder: pathlib.Path, key: str) -> ctypes.CDLL | None:
 
 def _store(folder: pathlib.Path, key: str, data: bytes) -> ctypes.CDLL:
     path = folder / f"{key}-{hashlib.sha256(data).hexdigest()}.so"
-    handle, partial = tempfile.mkstemp(dir=folder, prefix=".")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.chmod(partial, 0o700)
-        os.replace(partial, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(partial)
-        raise
+    write_whole(path, data, 0o700)
     return ctypes.CDLL(str(path))
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import pathlib
 import platform
 import re
-import tempfile
 import zipfile
 from typing import Any, Iterable, Mapping
 
@@ -22,7 +22,7 @@ import torch
 
 from mindspeed_fx._version import __version__
 from mindspeed_fx.compat import ahead, cpp
-from mindspeed_fx.private_files import distrust, make_private
+from mindspeed_fx.private_files import distrust, make_private, write_whole
 
 HEADER, PROGRAM, LIBRARIES = "made_by.json", "program", "libraries/"
 FORMAT = 1
@@ -75,27 +75,21 @@ def write(
 
     Args:
         path: the file.
-        made_by: what :func:`open_file` compares.
+        made_by: what :func:`compare` reads.
         program: torch's bytes.
         libraries: place in Inductor's cache -> file.
 
     Raises:
         OSError: it cannot be written; nothing is left behind.
     """
-    path = pathlib.Path(path)
     header = {"format": FORMAT, **made_by, "program": hashlib.sha256(program).hexdigest()}
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".")
-    try:
-        with os.fdopen(handle, "wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr(HEADER, json.dumps(header, indent=1, default=str))
-            archive.writestr(PROGRAM, program)
-            for place, library in libraries.items():
-                archive.write(library, LIBRARIES + place)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+    whole = io.BytesIO()
+    with zipfile.ZipFile(whole, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(HEADER, json.dumps(header, indent=1, default=str))
+        archive.writestr(PROGRAM, program)
+        for place, library in libraries.items():
+            archive.write(library, LIBRARIES + place)
+    write_whole(path, whole.getvalue())
 
 
 def read_header(path: str | os.PathLike) -> dict[str, Any]:
@@ -160,8 +154,4 @@ def _put(target: pathlib.Path, archive: zipfile.ZipFile, name: str) -> None:
         return
     with contextlib.suppress(OSError):
         make_private(target.parent)
-        handle, partial = tempfile.mkstemp(dir=target.parent, prefix=".")
-        with os.fdopen(handle, "wb") as file:
-            file.write(archive.read(name))
-        os.chmod(partial, 0o700)
-        os.replace(partial, target)
+        write_whole(target, archive.read(name), 0o700)

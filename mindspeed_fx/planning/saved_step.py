@@ -116,17 +116,18 @@ def save_compiled(
     loaded = LoadedStep(step, options, dynamic)
     backend = functools.partial(mindspeed, options=dict(options) if options is not None else None)
     whole, named = (*loaded._first, *args), ahead.outer_objects(loaded._function)
-    is_compiled = False
     try:
         with ahead.recording_libraries() as libraries, _without_gradients(_tensors((*whole, kwargs, *named.values()))):
             compiled = ahead.compile_ahead(loaded._function, whole, dict(kwargs or {}), backend, dynamic)
-        is_compiled = True
+    except Exception as error:
+        if not ahead.is_unwritable(error):
+            raise
+        raise _unkept(error) from error
+    try:
         program = ahead.to_bytes(compiled, named)
         loaded.take(ahead.from_bytes(program, loaded._function, named))
     except Exception as error:  # of pickle and of what it meets
-        if not is_compiled and not ahead.is_unwritable(error):
-            raise
-        raise OptionError(f"save_compiled: what the step holds cannot be kept in a file: {error}") from error
+        raise _unkept(error) from error
     made_by = {
         **_made_by(resolved, device),
         "dynamic": dynamic,
@@ -183,6 +184,10 @@ def _read(function: Callable, path: str | os.PathLike, options: Options, dynamic
         return ahead.from_bytes(program, function, ahead.outer_objects(function), header.get("vectors", ()))
     except Exception as error:
         raise StaleFile(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}") from error
+
+
+def _unkept(error: Exception) -> OptionError:
+    return OptionError(f"save_compiled: what the step holds cannot be kept in a file: {error}")
 
 
 def _made_by(options: Options, device: str) -> dict[str, Any]:

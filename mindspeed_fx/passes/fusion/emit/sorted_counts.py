@@ -16,6 +16,7 @@ SORTS = (aten.sort.default, aten.sort.stable)
 
 def read_unsorted(gm: fx.GraphModule) -> None:
     """Let counts of sorted values, cast or not, read the values as they were."""
+    rewritten = False
     for count in calls(gm, aten.histc.default):
         casts: list[fx.Node] = []
         values = count.args[0]
@@ -31,4 +32,6 @@ def read_unsorted(gm: fx.GraphModule) -> None:
         for cast in casts:
             source = rewrite.insert(gm, count, cast.target, (source, *cast.args[1:]), dict(cast.kwargs))
         count.replace_input_with(count.args[0], source)
+        rewritten = True
+    if rewritten:
         rewrite.finish(gm)
