@@ -16,6 +16,7 @@ import datetime
 import statistics
 import tempfile
 import time
+from typing import Callable
 
 import torch
 import torch.distributed as dist
@@ -42,13 +43,19 @@ class Link:
 
 def install(link: Link) -> None:
     """Put the link behind the functional collectives that the step uses, on CPU tensors."""
-    functional = torch.library.Library("_c10d_functional", "IMPL")
 
     def all_reduce(x, op, group):
         out = x.clone()
         link.works[out.data_ptr()] = dist.all_reduce(out, group=dist.group.WORLD, async_op=True)
         link.started(out)
         return out
+
+    put_behind(link, "all_reduce", all_reduce)
+
+
+def put_behind(link: Link, name: str, collective: Callable[..., torch.Tensor]) -> None:
+    """Have ``collective``, which leaves its work with the link, stand for a functional collective of CPU tensors."""
+    functional = torch.library.Library("_c10d_functional", "IMPL")
 
     def wait_tensor(x):
         work = link.works.pop(x.data_ptr(), None)
@@ -57,7 +64,7 @@ def install(link: Link) -> None:
             link.waited(x)
         return x
 
-    functional.impl("all_reduce", all_reduce, "CPU", allow_override=True)
+    functional.impl(name, collective, "CPU", allow_override=True)
     functional.impl("wait_tensor", wait_tensor, "CPU", allow_override=True)
     link.library = functional  # the registrations live as long as this
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks import common
-from benchmarks.overlap_gloo import Link
+from benchmarks.overlap_gloo import Link, put_behind
 
 RUNS = {
     "whole": "",
@@ -35,7 +35,6 @@ RUNS = {
 
 def install(link: Link) -> None:
     """Put the link behind the exchanges of CPU tensors."""
-    functional = torch.library.Library("_c10d_functional", "IMPL")
 
     def exchange(x, outputs, inputs, group):
         out = x.new_empty(sum(outputs), *x.shape[1:])
@@ -43,16 +42,7 @@ def install(link: Link) -> None:
         link.started(out, x.numel() * x.element_size())
         return out
 
-    def wait_tensor(x):
-        work = link.works.pop(x.data_ptr(), None)
-        if work is not None:
-            work.wait()
-            link.waited(x)
-        return x
-
-    functional.impl("all_to_all_single", exchange, "CPU", allow_override=True)
-    functional.impl("wait_tensor", wait_tensor, "CPU", allow_override=True)
-    link.library = functional  # the registrations live as long as this
+    put_behind(link, "all_to_all_single", exchange)
 
 
 class Wire(Link):
