@@ -16,6 +16,7 @@ import torch
 import torch.fx as fx
 from torch import nn
 
+from mindspeed_fx.capture import isolate
 from mindspeed_fx.compat import fake, fx_graph, tracing
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.report.source import source_line
@@ -84,12 +85,16 @@ def split_stages(gm: fx.GraphModule, layers: tuple[str, int], stages: int) -> li
     """The graphs of all stages; layer i of n is in stage i * stages // n, so that none has more than ceil(n / stages).
 
     Args:
-        gm: Dynamo's graph of the whole step, parameters as placeholders; stays as it is.
+        gm: Dynamo's graph of the whole step, parameters as placeholders; stays as it is, but for regions of vmap, which
+            become bodies of their own: the calls that leave one have no users, and no stage would have them.
         layers: see :func:`layers_of`.
 
     Raises:
-        ShardingError: layers that run in another order, values that cannot be sent; with module and line.
+        ShardingError: layers that run in another order, values that cannot be sent, with module and line; a transform
+            of torch.func that cannot be moved whole.
     """
+    if reason := isolate(gm):
+        raise ShardingError(reason)
     homes = _Homes(gm, layers, stages)
     return [_part(gm, homes, s) for s in range(stages)]
 

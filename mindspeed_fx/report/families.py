@@ -50,6 +50,7 @@ off, all are off."""
 
 SUPPORTING = (
     "canonicalize.autograd_function",
+    "canonicalize.batched_arithmetic",
     "canonicalize.gelu",
     "canonicalize.silu",
     "canonicalize.softmax",

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._higher_order_ops.associative_scan import associative_scan
 
 pytest.importorskip("scipy", reason="the search needs scipy's HiGHS")
 
@@ -44,6 +45,46 @@ def test_layers_that_do_not_repeat_make_stages_too():
 def test_more_stages_than_repeated_layers_are_refused_by_their_number():
     with pytest.raises(ShardingError, match='mesh dimension "pp": 8 stages need as many layers .* the model has 4'):
         mindspeed_fx.plan(*large(layers=4), mesh={"pp": 8}, hardware="ascend910b2")
+
+
+class Scan(nn.Module):
+    """An associative scan of torch's, which Dynamo spells with vmap and whose calls capture keeps in bodies."""
+
+    def __init__(self):
+        super().__init__()
+        self.rate, self.inputs = nn.Parameter(-torch.rand(16, 3)), nn.Linear(16, 38)
+
+    def forward(self, x):
+        u, dt, read, written = self.inputs(x).split([16, 16, 3, 3], -1)
+        dt, u = nn.functional.softplus(dt).transpose(1, 2), u.transpose(1, 2)
+        decays = torch.exp(self.rate[None, :, None] * dt[..., None])
+        added = dt[..., None] * written[:, None] * u[..., None]
+        _, states = associative_scan(
+            lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), (decays, added), dim=2, combine_mode="generic"
+        )
+        return (states.transpose(1, 2) @ read.unsqueeze(-1)).squeeze(-1)
+
+
+class Scans(Mixed):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Scan(), Scan()])
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return nn.functional.cross_entropy((x @ self.embed.weight.T).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, {"pp": 2, "tp": 2}])
+def test_associative_scans_are_searched_and_divided_into_stages(mesh):
+    """Nothing is left of the calls that combined tokens, of which an odd number has one that combines none; each stage
+    has the whole of its scans."""
+    model, args = Scans().double(), tuple(torch.randint(0, 64, (4, 7)) for _ in range(2))
+    plan = mindspeed_fx.plan(model, args, mesh=mesh, hardware="ascend910b2")
+    assert not plan.unsupported
+    checked(model, plan.sizes, plan, *args)
 
 
 def test_stages_are_searched_for_layers_that_do_not_repeat():

@@ -19,7 +19,7 @@ from mindspeed_fx.compat import tracing
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.passes.base import Context, PassReport, register, site
 from mindspeed_fx.sharding.constraint import constrain, operands
-from mindspeed_fx.sharding.plan import ShardingError
+from mindspeed_fx.sharding.plan import ShardingError, matching
 
 NAME = "sharding.token_dispatch"
 aten, ops = torch.ops.aten, torch.ops.mindspeed
@@ -71,9 +71,12 @@ def dispatch_tokens(gm: fx.GraphModule, context: Context) -> PassReport:
 
 
 def _has_experts(gm: fx.GraphModule, sharding: Any) -> bool:
-    """Whether a parameter of the graph is [experts, ., .]; a stage of a pipeline may have none."""
-    own = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder" and n.name in sharding.inputs]
-    return any(x.ndim == 3 for x in own)
+    """Whether a parameter of the graph is one of experts: of those that the plan names, or, where it names none,
+    [experts, ., .]; a stage of a pipeline may have none."""
+    own = [n for n in gm.graph.nodes if n.op == "placeholder" and n.name in sharding.inputs]
+    if named := sharding.plan.experts.get("parameters", ()):
+        return any(matching(named, sharding.inputs[n.name]) for n in own)
+    return any(n.meta["val"].ndim == 3 for n in own)
 
 
 def _graphs(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:

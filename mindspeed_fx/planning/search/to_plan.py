@@ -109,10 +109,7 @@ class _Emitter:
         """Tokens travel: that is what is modelled."""
         if self.layout.devices == 1 or not any(n.op == "moe_permute" for n in self.problem.nodes):
             return {}
-        return {
-            "dispatch": "all_to_all",
-            **({"parameters": self.experts} if self.experts and self.layout.zero != "never" else {}),
-        }
+        return {"dispatch": "all_to_all", **({"parameters": self.experts} if self.experts else {})}
 
     def _input(self, name: str, dims: list) -> str | None:
         """Placement of an input on tp, where all its readers want it in the same parts."""

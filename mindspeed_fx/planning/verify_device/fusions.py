@@ -358,7 +358,13 @@ FUSIONS = (
 
 WITHOUT_GRAPH = {
     **dict.fromkeys(
-        ("fusion.causal_conv1d", "fusion.selective_scan", "fusion.ssd", "canonicalize.stacked_rows"),
+        (
+            "canonicalize.batched_arithmetic",
+            "canonicalize.stacked_rows",
+            "fusion.causal_conv1d",
+            "fusion.selective_scan",
+            "fusion.ssd",
+        ),
         "no graph of a state-space model is here yet: see the operator's own calls",
     ),
     "canonicalize.npu_attention": "torch_npu's own call becomes another of its calls: see the kernels of attention",

@@ -107,6 +107,17 @@ def test_function_of_transformers(dtype, seq, associative, last):
     assert report.counts[NAME] == 1 and not skips(report), skips(report)
 
 
+def test_c_may_be_a_product_as_of_a_norm_with_its_weight():
+    from transformers.models.mamba.modeling_mamba import mamba_selective_scan
+
+    def f(u, dt, A, B, C, weight):
+        return mamba_selective_scan(u, dt, A, B, C * weight[:, None], use_associative_scan=True)
+
+    values = [x.detach().float().requires_grad_() for x in inputs(4)[:5]]
+    report = function_agrees(f, *values, torch.rand(3, requires_grad=True), tolerance=1e-5)
+    assert report.counts[NAME] == 1 and not skips(report), skips(report)
+
+
 @pytest.mark.slow
 def test_mamba():
     """Two layers in float64 throughout: loss, every gradient, what is fused."""

@@ -107,8 +107,8 @@ def _agreed(sources: list[tuple[Any, Any]]) -> tuple[Any, Any] | None:
 
 def _combine(call: fx.Node, index: int, known: dict[fx.Node, Combined | None]) -> Combined | None:
     """A result of a call that combines the pairs of its left and its right arguments."""
-    body, *arguments = call.args
-    if len(arguments) != 4 or index not in (DECAY, INPUT) or not _is_combination(call, body):
+    arguments = call.args[1:]
+    if len(arguments) != 4 or index not in (DECAY, INPUT) or not _is_combination(call):
         return None
     values = [_read(x, known) or _tokens(x, part, known) for x, part in zip(arguments, (DECAY, INPUT, DECAY, INPUT))]
     if None in values or [value.part for value in values] != [DECAY, INPUT, DECAY, INPUT]:
@@ -135,21 +135,41 @@ def _tokens(n: fx.Node, part: int, known: dict[fx.Node, Combined | None]) -> Com
     return _read(n, known)
 
 
-def _is_combination(call: fx.Node, body: fx.Node) -> bool:
-    """Whether a body, batched over the first dimension, returns (a' a, a' b + b') of (a, b, a', b')."""
-    graph = getattr(call.graph.owning_module, str(body.target)).graph
+def _is_combination(call: fx.Node) -> bool:
+    """Whether the body of ``call`` returns (a' a, a' b + b') of (a, b, a', b')."""
+    graph = getattr(call.graph.owning_module, str(call.args[0].target)).graph
     arguments = [n for n in graph.nodes if n.op == "placeholder"]
-    values: dict[Any, Any] = dict(zip(arguments, ("a", "b", "A", "B")))
+    body, results = steps(call), graph.output_node().args[0]
+    if body is None or len(arguments) != 4 or len(results) != 2:
+        return False
+    values: dict[fx.Node, Any] = dict(zip(arguments, ("a", "b", "A", "B")))
+    for n, sources in body:
+        terms = [values[x] for x in sources]
+        values[n] = (n.target, frozenset(terms)) if len(terms) == 2 else terms[0]
+    decays = (operator.mul, frozenset("aA"))
+    inputs = (operator.add, frozenset(((operator.mul, frozenset("Ab")), "B")))
+    return [values.get(x) for x in results] == [decays, inputs]
+
+
+def steps(call: fx.Node) -> list[tuple[fx.Node, tuple[fx.Node, ...]]] | None:
+    """The calls of a wrapped body that computes sums and products of its arguments, batched over their first dimension,
+    each with what it reads: two values, or one that enters or leaves the batch. None where it does anything else."""
+    graph = getattr(call.graph.owning_module, str(call.args[0].target)).graph
+    results: list[tuple[fx.Node, tuple[fx.Node, ...]]] = []
     for n in graph.nodes:
-        if n.op != "call_function":
-            continue
         name = getattr(n.target, "__name__", "")
-        if name == "_add_batch_dim" and n.args[1] == 0:
-            values[n] = values.get(n.args[0])
-        elif name == "_remove_batch_dim" and n.args[3] == 0:
-            values[n] = values.get(n.args[0])
+        if n.op in ("placeholder", "output") or name in _AROUND:
+            continue
+        if (name, n.args[1:2]) == ("_add_batch_dim", (0,)) or (name, n.args[3:4]) == ("_remove_batch_dim", (0,)):
+            results.append((n, (n.args[0],)))
         elif n.target in (operator.mul, operator.add) and all(isinstance(x, fx.Node) for x in n.args):
-            values[n] = (name, frozenset(values.get(x) for x in n.args))
-    results = graph.output_node().args[0]
-    decays, inputs = ("mul", frozenset("aA")), ("add", frozenset((("mul", frozenset("Ab")), "B")))
-    return len(arguments) == 4 and len(results) == 2 and [values.get(x) for x in results] == [decays, inputs]
+            results.append((n, n.args))
+        else:
+            return None
+    known = {n for n in graph.nodes if n.op == "placeholder"} | {n for n, _ in results}
+    read = [*(x for _, sources in results for x in sources), *graph.output_node().args[0]]
+    return results if all(x in known for x in read) else None
+
+
+_AROUND = ("lazy_load_decompositions", "_vmap_increment_nesting", "_vmap_decrement_nesting")
+"""Calls around a batch, which give no value."""

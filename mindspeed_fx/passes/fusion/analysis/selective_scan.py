@@ -211,7 +211,8 @@ def _read_of(states: fx.Node, user: fx.Node) -> tuple[fx.Node, tuple[fx.Node, st
         if n is None or not match.is_float(n):
             return None
         if match.value(n).dim() == 3:
-            form = multilinear.read(n, lambda x: x is states)
+            inner = _is_factor(states)  # C may be a product itself: of a norm with its weight
+            form = multilinear.read(n, lambda x: x is states or inner(x))
             names = multilinear.lettered(form, "bds", "n")
             if names is not None and len(names) == 2 and (states, "bdsn") in names:
                 c = next(x for x in names if x[0] is not states)
