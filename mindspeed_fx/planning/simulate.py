@@ -67,9 +67,6 @@ def simulate(
         ShardingError: the plan does not fit the model or the mesh, or the model breaks into several graphs.
         RuntimeError: a process group exists already.
     """
-    from mindspeed_fx.sharding.parallelize import show_whole, unmatched_patterns
-    from mindspeed_fx.sharding.registry import Sharding
-
     arguments.check_module("simulate", model)
     arguments.check_sizes("simulate", mesh)
     arguments.check_options("simulate", options)
@@ -77,8 +74,31 @@ def simulate(
     arguments.check_call("simulate", args, kwargs, model)
     parsed = Options.parse(options)
     plan, sizes, stages = _plan_of_a_stage(model, mesh, plan)
+
+    def step(kept: frozenset[int]) -> tuple[Simulation, frozenset[int]]:
+        return _simulated(_copy(model), plan, sizes, stages, parsed, local_inputs, kept, args, kwargs)
+
+    result, kept = step(frozenset())
+    return step(kept)[0] if kept else result
+
+
+def _simulated(
+    model: nn.Module,
+    plan: Plan,
+    sizes: dict[str, int],
+    stages: int,
+    options: Options,
+    local_inputs: bool,
+    kept: frozenset[int],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> tuple[Simulation, frozenset[int]]:
+    """The step, and which of its graph's results the model keeps and does not return, which only the return tells; the
+    backward does not start from those of ``kept``."""
+    from mindspeed_fx.sharding.parallelize import show_whole, unmatched_patterns
+    from mindspeed_fx.sharding.registry import Sharding
+
     layers = layers_of(model, stages) if stages > 1 else ("", 0)
-    model = _copy(model)
     unmatched_patterns(model, plan)
     names = {id(p): n for n, p in model.named_parameters()}
     show_whole(model, Sharding(plan, None, [n for n, _ in model.named_modules()]), lambda name, p: p)
@@ -89,7 +109,7 @@ def simulate(
         placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
         try:
             parts = split_stages(gm, layers, stages) if stages > 1 else [Part(gm, placeholders, [], [])]
-            hits = [_captured(part.gm, parsed) for part in parts]
+            hits = [_captured(part.gm, options) for part in parts]
         except ShardingError as error:  # which Dynamo makes one of many lines
             wrong.append(error)
             raise
@@ -98,7 +118,7 @@ def simulate(
             by_node = dict(zip(placeholders, values, strict=True))
             with dtensor.all_ranks(sizes) as local_mesh, dtensor.plain_tensors_as_replicated():
                 graphs = [_Graph(part, hit, local_mesh, by_node, names, local_inputs) for part, hit in zip(parts, hits)]
-                results.append(_step(graphs))
+                results.append(_step(graphs, kept))
             return torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, results[0].outputs)
 
         return run
@@ -113,8 +133,7 @@ def simulate(
         raise
     finally:
         torch._dynamo.reset()
-    _refuse_kept_results(model, _addresses(results[0].outputs) - _addresses(returned))
-    return results[0]
+    return results[0], _kept_results(model, results[0].outputs, _addresses(returned))
 
 
 def _addresses(values: Any) -> set[int]:
@@ -122,20 +141,12 @@ def _addresses(values: Any) -> set[int]:
     return {x.data_ptr() for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point()}
 
 
-def _refuse_kept_results(model: nn.Module, results: set[int]) -> None:
-    """A result that the step keeps in the model and does not return is one of the graph's, whose gradient would be
-    added to the loss's.
-
-    Raises:
-        ShardingError: the model has one at an address of ``results``.
-    """
-    for name, module in model.named_modules():
-        for attribute, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and value.data_ptr() in results:
-                raise ShardingError(
-                    f'simulate: the step keeps a result in "{f"{name}.{attribute}".lstrip(".")}" of the model, whose '
-                    "gradient cannot be told from the loss's; keep nothing, or call parallelize"
-                )
+def _kept_results(model: nn.Module, outputs: Any, returned: set[int]) -> frozenset[int]:
+    """Numbers of the tensors among ``outputs`` that are at the address of an attribute of the model, and at none of
+    ``returned``."""
+    attributes = {a for module in model.modules() for a in _addresses(list(vars(module).values()))} - returned
+    tensors = [x for x in torch.utils._pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor)]
+    return frozenset(i for i, x in enumerate(tensors) if x.is_floating_point() and x.data_ptr() in attributes)
 
 
 def _copy(model: nn.Module) -> nn.Module:
@@ -246,13 +257,14 @@ class _Graph:
         hit.parts[node.name] = (argument, x)
         return parallelized_graph.part_value(x, argument, x, hit), local.requires_grad_(x.requires_grad)
 
-    def backward(self, gradients: Sequence[torch.Tensor | None] | None) -> None:
-        """From the gradients that the next stage gave back; None: from the sum of the results."""
+    def backward(self, gradients: Sequence[torch.Tensor | None] | None, kept: frozenset[int] = frozenset()) -> None:
+        """From the gradients that the next stage gave back; None: from the sum of the results, but for the numbers of
+        ``kept``."""
         from mindspeed_fx.sharding.spmd.program import differentiating
 
         tensors = [x for x in torch.utils._pytree.tree_leaves(self.outputs) if isinstance(x, torch.Tensor)]
         if gradients is None:
-            pairs = [(x.sum(), None) for x in tensors if x.requires_grad]
+            pairs = [(x.sum(), None) for i, x in enumerate(tensors) if x.requires_grad and i not in kept]
         else:
             pairs = [(x, g) for x, g in zip(tensors, gradients, strict=True) if g is not None]
         with differentiating(lambda: self.program):
@@ -271,8 +283,8 @@ class _Graph:
                 yield name, _one(gradient.redistribute(placements=[Replicate()] * self.mesh.ndim).to_local())
 
 
-def _step(graphs: Sequence[_Graph]) -> Simulation:
-    """Forward and backward of stages, or of the one graph that a model is."""
+def _step(graphs: Sequence[_Graph], kept: frozenset[int]) -> Simulation:
+    """Forward and backward of stages, or of the one graph that a model is; see :func:`_simulated`."""
     result = Simulation(None, {})
     received: Sequence[torch.Tensor] = ()
     for graph in graphs:
@@ -284,7 +296,7 @@ def _step(graphs: Sequence[_Graph]) -> Simulation:
     gradients: Sequence[torch.Tensor | None] | None = None
     for graph in reversed(graphs):
         with _Collectives() as backward:
-            graph.backward(gradients)
+            graph.backward(gradients, kept)
         result.backward += backward.counts
         gradients = [x.grad for x in graph.received]
     for graph in graphs:

@@ -105,7 +105,7 @@ def divided_result(
     )
     if joins or (is_pointwise(target) and isinstance(value, torch.Tensor)):
         return _of_operands(node, divided, whole)
-    if _is_pointwise_function(node):
+    if is_pointwise_function(node):
         return next(divided[a] for a in node.all_input_nodes if a in divided)
     if target is aten.stack.default:
         return _of_stack(node, divided)
@@ -335,7 +335,7 @@ def _of_reduction(node: fx.Node, ndim: int, source: Divided) -> Divided:
     return source.at(source.dim - sum(d < source.dim for d in over))
 
 
-def _is_pointwise_function(node: fx.Node) -> bool:
+def is_pointwise_function(node: fx.Node) -> bool:
     """A custom function of one tensor (an activation with a gradient of its own), or a body that a scan wraps, whose
     forward is pointwise."""
     scans = tracing.is_higher_order(node.target) and str(node.target) == "wrap"

@@ -195,15 +195,6 @@ PIPELINE = [
 ]
 
 
-class Keeping(Model):
-    """A recurrent model, whose state is no loss."""
-
-    def forward(self, x, scale=1.0):
-        out = super().forward(x, scale)
-        self.state = out * 2
-        return out
-
-
 def with_results():
     """Recurrent models keep their last state."""
     model = Model()
@@ -218,7 +209,6 @@ SIMULATE = [
     row("simulate: stages", simulate(mesh={"pp": 9, "dp": 2}), "pp=9", "2 layers", "valid: 2 to 2"),
     row("simulate: no mixture", simulate(plan=NO_MIXTURE), 'plan "experts" sends tokens to experts', "no mixture"),
     row("simulate: a model with results", simulate(model=with_results), '"state" of the model', "has not run"),
-    row("simulate: a result kept", simulate(model=Keeping), 'keeps a result in "state" of the model', "parallelize"),
     row("simulate: mesh of 0", simulate(mesh={"dp": 0}), 'mesh["dp"] is 0', "from 1"),
     row("simulate: local_inputs", simulate(local_inputs="yes"), "local_inputs is 'yes'", "True or False"),
     row("simulate: unknown argument", simulate(X, scal=2.0), "'scal'", "scale"),

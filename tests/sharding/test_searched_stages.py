@@ -47,6 +47,37 @@ def test_more_stages_than_repeated_layers_are_refused_by_their_number():
         mindspeed_fx.plan(*large(layers=4), mesh={"pp": 8}, hardware="ascend910b2")
 
 
+class Bounded(torch.autograd.Function):
+    """A square root whose gradient has a bound of its own, as RecurrentGemma's."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.sqrt(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / torch.sqrt(torch.clip(4.0 * ctx.saved_tensors[0], min=1e-2))
+
+
+class Rooted(Mixed):
+    def __init__(self):
+        super().__init__()
+        self.layers[1] = nn.Identity()
+
+    def forward(self, ids, labels):
+        x = Bounded.apply(self.embed(ids).square())
+        x = x + Bounded.apply(self.layers[2](torch.relu(self.layers[0](x))).square())
+        return nn.functional.cross_entropy((x @ self.embed.weight.T).flatten(0, 1), labels.flatten())
+
+
+def test_custom_functions_of_each_element_are_divided():
+    model, args = Rooted().double(), tuple(torch.randint(0, 64, (4, 16)) for _ in range(2))
+    plan = mindspeed_fx.plan(model, args, mesh={"dp": 2, "tp": 2}, hardware="ascend910b2")
+    assert not plan.unsupported
+    checked(model, plan.sizes, plan, *args)
+
+
 class Scan(nn.Module):
     """An associative scan of torch's, which Dynamo spells with vmap and whose calls capture keeps in bodies."""
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mindspeed_fx.planning.simulate import simulate
-from mindspeed_fx.sharding.plan import ShardingError
+from mindspeed_fx.sharding.plan import Boundary, Plan, ShardingError
 from mindspeed_fx.sharding.presets import named_plan
 from tests.sharding.llama import Llama
 
@@ -182,17 +182,47 @@ def test_a_loss_that_looks_at_its_values_is_refused_by_name():
         simulate(Model(4, 4).double(), {"dp": 2}, "zero2", torch.randn(4, 4).double())
 
 
-def test_a_result_that_the_model_keeps_and_returns_is_one():
-    class Keeping(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = torch.nn.Linear(4, 4, dtype=torch.float64)
+class Keeping(torch.nn.Module):
+    """A recurrent model's way: what it keeps is no loss, unless it is what it returns."""
 
-        def forward(self, x):
-            self.last = self.linear(x).square().sum()
-            return self.last
+    def __init__(self, kept):
+        super().__init__()
+        self.linear, self.kept = torch.nn.Linear(4, 4, dtype=torch.float64), kept
 
-    model, x = Keeping(), torch.randn(4, 4, dtype=torch.float64)
+    def forward(self, x):
+        y = self.linear(x)
+        loss = y.square().sum()
+        self.last = loss if self.kept == "loss" else y[:, :2].exp() * 2
+        return loss
+
+
+@pytest.mark.parametrize("kept", ["loss", "state"])
+def test_results_that_the_model_keeps(kept):
+    model, x = Keeping(kept), torch.randn(4, 4, dtype=torch.float64)
     result = simulate(model, {"dp": 2}, "zero2", x)
     expected = torch.autograd.grad(model(x), model.linear.weight)[0]
     torch.testing.assert_close(result.gradients["linear.weight"], expected)
+
+
+class Unrolled(torch.nn.Module):
+    """A recurrence beside divided layers: 2 ** 80 ways from its first value to its last, which meet no part."""
+
+    def __init__(self):
+        super().__init__()
+        self.start, self.rate = (torch.nn.Parameter(torch.randn(4, 4, dtype=torch.float64)) for _ in range(2))
+        self.up, self.down = (torch.nn.Linear(4, 4, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x):
+        state = self.start
+        for _ in range(40):
+            state = 0.1 * (state + torch.tanh(state * self.rate)) + state
+        return self.down(torch.relu(self.up(x))).square().sum() + state.sum()
+
+
+def test_gradients_of_a_recurrence_are_read_once_for_each_value():
+    placed = {"up.weight": {"tp": "S(0)"}, "up.bias": {"tp": "S(0)"}, "down.weight": {"tp": "S(1)"}}
+    modules = {"down": Boundary(output={"tp": "R"})}
+    result = checked(
+        Unrolled(), {"tp": 2}, Plan("mine", ("tp",), placed, modules=modules), torch.randn(4, 4, dtype=torch.float64)
+    )
+    assert result.backward.total() == 0

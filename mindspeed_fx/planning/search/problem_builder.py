@@ -15,6 +15,7 @@ import torch.fx as fx
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from mindspeed_fx.compat import tracing
 from mindspeed_fx.cost.read import Call, read
 from mindspeed_fx.graph.liveness import live_nodes
 from mindspeed_fx.graph.op_sets import REARRANGEMENTS, RESHAPES, UNIT_DIMENSIONS, names, order_of
@@ -128,7 +129,7 @@ class _Builder:
         if not any(isinstance(t, torch.Tensor) for t in pytree.tree_leaves(value)):
             self.values[node] = value
             return
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
+        if tracing.is_higher_order(node.target) and not tracing.is_autograd_function(node.target):
             raise ShardingError(
                 f'module "{module_path(node)}": {node.target} cannot be searched; plan the model without checkpointed '
                 "regions, the plan says what to recompute"

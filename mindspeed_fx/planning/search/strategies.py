@@ -13,12 +13,14 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
+from mindspeed_fx.compat import tracing
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.graph.op_sets import is_pointwise
 from mindspeed_fx.graph.schema import all_arguments, argument
 from mindspeed_fx.kernels.base import REGISTRY
 from mindspeed_fx.kernels.sharding import along
 from mindspeed_fx.kernels.sharding import strategies as declared
+from mindspeed_fx.sharding.divided_dims import is_pointwise_function
 
 R, P = REPLICATED, PARTIAL
 Row = tuple[list[Any], list[Any]]
@@ -84,7 +86,7 @@ def strategy_rows(node: fx.Node) -> list[Row] | None:
         return _reduction(node, name, values[0], out)
     if name in COUNTS:
         return [([P], [d, *[R] * (len(values) - 1)]) for d in range(values[0].ndim)]
-    if is_pointwise(node.target):
+    if is_pointwise(node.target) or (tracing.is_higher_order(node.target) and is_pointwise_function(node)):
         return [([d], [along(v, d, out.ndim) for v in values]) for d in range(out.ndim)]
     return None
 

@@ -54,6 +54,8 @@ class ExpectedCollectives:
         self.backward = ""
         """Module, line and operator whose gradient is being computed."""
         self._summed: set[tuple[fx.Node, int]] = set()
+        self._sums: set[fx.Node] = set()
+        """See :meth:`_read_sums`; of the mesh dimension that is being read."""
 
     @contextlib.contextmanager
     def listening(self) -> Iterator["ExpectedCollectives"]:
@@ -73,6 +75,7 @@ class ExpectedCollectives:
                 "zero2" or "zero3".
         """
         for i in (i for i in range(self.mesh.ndim) if self.mesh.size(i) > 1):
+            self._read_sums(i)
             for node in self.values:
                 self._node(node, i)
             for node, (name, p, stages) in parameters.items():
@@ -109,7 +112,7 @@ class ExpectedCollectives:
                 size = self._padded_bytes(y, x) * self._gathered_before(y.placements, x.placements, i)
                 for word in ["all_gather"] if back is None else ["all_to_all"] if back != t else []:
                     self._add(word, i, size, True, node, "gradient of an edge of the plan")
-            elif self.is_sum(node, i):
+            elif node in self._sums:
                 self._add(
                     "all_reduce" if back is None else "reduce_scatter",
                     i,
@@ -128,10 +131,17 @@ class ExpectedCollectives:
             times *= self.mesh.size(j) if old[j].is_shard() and not new[j].is_shard() else 1
         return times
 
-    def is_sum(self, node: fx.Node, i: int) -> bool:
-        """Whether the gradient of a value that is whole along mesh dimension ``i`` is a sum over the ranks: something
-        divided meets it.
+    def _read_sums(self, i: int) -> None:
+        """Find the values whose gradient, of a value that is whole along mesh dimension ``i``, is a sum over the ranks:
+        something divided meets them. Readers come before what they read, each once: ways through a graph of residuals
+        or of a recurrence are more than can be walked.
         """
+        self._sums = set()
+        for node in reversed(self.values):
+            if self._meets_parts(node, i):
+                self._sums.add(node)
+
+    def _meets_parts(self, node: fx.Node, i: int) -> bool:
         for user in node.users:
             if user.op != "call_function" or user.target is constrain:
                 continue
@@ -142,7 +152,7 @@ class ExpectedCollectives:
                 return True  # tokens on their way to experts
             if tracing.is_higher_order(user.target):
                 if any(
-                    self.is_sum(p, i)
+                    p in self._sums
                     for body, arg in operands(user.graph.owning_module, user)
                     for p, a in arg.items()
                     if a is node
@@ -157,7 +167,7 @@ class ExpectedCollectives:
             if (
                 any(not v.placements[i].is_replicate() for v in results)
                 or (results and self._divided_inside(user, i))
-                or (results and self.is_sum(user, i))
+                or (results and user in self._sums)
             ):
                 return True
         return False
@@ -222,7 +232,7 @@ class ExpectedCollectives:
         results, gathered = [], p.placements[i].is_shard()
         if gathered:
             results.append(Send("all_gather", dim, self._bytes(p), False, name, "a divided parameter is made whole"))
-        if p.requires_grad and self.is_sum(node, i):
+        if p.requires_grad and node in self._sums:
             results.append(
                 Send(
                     "reduce_scatter" if gathered and stage != "zero1" else "all_reduce",
