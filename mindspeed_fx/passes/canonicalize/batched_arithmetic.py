@@ -43,11 +43,11 @@ def _rewrite(gm: fx.GraphModule, node: fx.Node) -> Outcome:
     steps = associative_scan.steps(node)
     if not node.users or steps is None:
         return None
-    body, *given = node.args
+    body, *args = node.args
     graph = getattr(gm, str(body.target)).graph
-    if len({match.rank(x) for x in given}) != 1:
+    if len({match.rank(x) for x in args}) != 1:
         return "values of different numbers of dimensions meet under vmap"
-    values = dict(zip((n for n in graph.nodes if n.op == "placeholder"), given))
+    values = dict(zip((n for n in graph.nodes if n.op == "placeholder"), args))
     outcome = site(OPERATOR, node, [node])
     for n, sources in steps:
         values[n] = (
