@@ -20,7 +20,8 @@ import warnings
 import torch
 
 from mindspeed_fx.sharding.plan import ShardingError
-from tests.sharding.loss_cases import CASES, PLANS, error
+from tests.sharding.loss_cases import CASES
+from tests.sharding.loss_model import PLANS, error
 
 GROUP = 8
 """Cases that are run as one model."""

@@ -14,7 +14,8 @@ from mindspeed_fx.planning.simulate import simulate
 from mindspeed_fx.sharding.plan import ShardingError
 from mindspeed_fx.sharding.spmd import aten_rules
 from tests.sharding.divided_losses import TOLERANCE, cells
-from tests.sharding.loss_cases import CASES, PLANS, Small, batch, error
+from tests.sharding.loss_cases import CASES
+from tests.sharding.loss_model import PLANS, Small, batch, error
 
 WRONG_BEFORE = [
     "mse_loss, mean",

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from mindspeed_fx.planning.simulate import simulate
-from tests.sharding.loss_cases import PLANS, Small, Values, _error, batch
+from tests.sharding.loss_model import PLANS, Small, Values, _error, batch
 
 TOLERANCE = 1e-10
 DRAWS: dict[str, Callable[[Values], Any]] = {
