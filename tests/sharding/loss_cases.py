@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.sharding.loss_model import CLASSES, ROWS, SEQ, WIDTH, _each, case, flat, sign, valid, weights
+from tests.sharding.loss_model import CASES, CLASSES, ROWS, SEQ, WIDTH, _each, case, flat, sign, valid, weights
+
+__all__ = ["CASES"]
 
 # ------------------------------------------------------------------ losses by element
 _each("mse_loss", lambda v, r: F.mse_loss(v.h, v.y, reduction=r))

@@ -11,6 +11,7 @@ NAME, SEQ = "fusion.attention", 6
 LATER = torch.ones(SEQ, SEQ, dtype=torch.bool).triu(1)
 PADDED = torch.zeros(2, 1, 1, SEQ, dtype=torch.bool)
 PADDED[1, ..., :3] = True  # to the left: the first three rows of the second sequence keep no key
+DISTANCES = (torch.arange(SEQ)[:, None] - torch.arange(SEQ)).abs()
 BIAS = torch.randn(1, 4, SEQ, SEQ, generator=torch.Generator().manual_seed(3))
 
 FUSED = {
@@ -18,6 +19,9 @@ FUSED = {
     "two masks": lambda s, padded: s.masked_fill(LATER, -1e9).masked_fill(padded, -1e9),
     "where": lambda s, padded: torch.where(LATER | padded, torch.full_like(s, torch.finfo(s.dtype).min), s),
     "a trained bias before": lambda s, padded: (s + s.mean(0, keepdim=True)).masked_fill(LATER | padded, -1e9),
+    "distances times a number for each head before": lambda s, padded: (
+        s - torch.tensor([0.5, 0.25, 0.125, 0.0625]).to(s.dtype)[:, None, None] * DISTANCES
+    ).masked_fill(LATER | padded, -1e4),
     "gated": lambda s, padded: s * (m := (~(LATER | padded)).to(s.dtype)) - 1e4 * (1 - m),
 }
 OTHER = {
@@ -29,7 +33,8 @@ OTHER = {
         lambda s, padded: (s + torch.zeros(SEQ, SEQ, dtype=s.dtype).masked_fill(LATER, -float("inf"))).masked_fill(
             padded, -1e9
         ),
-        "and adds another mask",
+        "a row that keeps only keys which the added mask hides has no weight on the others, which the model sets "
+        "to -1000000000.0 too",
     ),
     "one is added after": (
         lambda s, padded: s.masked_fill(LATER | padded, -1e4) + BIAS.to(s.dtype),

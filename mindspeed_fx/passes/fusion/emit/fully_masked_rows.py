@@ -26,7 +26,7 @@ def some_left(
 ) -> fx.Node | None:
     """True for the rows, [batch or 1, heads or 1, queries or 1, 1], that keep a key; None where no row needs the mean.
     ``shaped(mask, where it is applied)`` is four-dimensional. ``notes`` gets what is said of rows whose weights are not
-    uniform: they are zero."""
+    uniform: they are zero. What is added before the number is set changes nothing in a row that is hidden whole."""
     if scores.sinks is not None or scores.cleared:  # all of the weight is the sink's, or set to zero
         return None
     masks = scores.blocking
@@ -34,13 +34,19 @@ def some_left(
     if fills <= {-math.inf} or _own_key(scores):
         return None
     first = next(i for i, (kind, *_) in enumerate(masks) if kind != "add")
-    if len(fills) > 1 or any(kind == "add" and (i > first or not _finite(m)) for i, (kind, m, _) in enumerate(masks)):
+    added = [(i, m) for i, (kind, m, _) in enumerate(masks) if kind == "add"]
+    if len(fills) > 1 or any(i > first for i, _ in added):
         both = " and ".join(sorted(map(str, fills)))
         notes.append(
             "rows that the masks hide whole become zero: the model sets hidden scores to "
             f"{both}{'' if len(fills) > 1 else ' and adds another mask'}, so that such rows have other weights"
         )
         return None
+    if not all(_finite(m) for _, m in added):
+        notes.append(
+            "a row that keeps only keys which the added mask hides has no weight on the others, which the model sets "
+            f"to {next(iter(fills))} too; a row that keeps none is the mean of the values, as in the model"
+        )
     allowed = None
     for kind, arg, where in masks:
         if kind != "add":
