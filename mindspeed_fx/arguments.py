@@ -88,6 +88,15 @@ def check_whole(function: str, name: str, value: Any, least: int = 1, optional: 
         refuse(function, name, value, f"a whole number from {least} on is expected{', or None' * optional}")
 
 
+def check_wholes(function: str, name: str, value: Any) -> None:
+    """A sequence of whole numbers from 1 on, or None."""
+    if value is None:
+        return
+    numbers = value if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else [None]
+    if not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in numbers):
+        refuse(function, name, value, "a list of whole numbers from 1 on is expected, or None")
+
+
 def check_seconds(function: str, name: str, value: Any) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
         refuse(function, name, value, "seconds above 0 are expected, or None")

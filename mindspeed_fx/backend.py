@@ -88,7 +88,9 @@ class Compilation:
         self.averaged: list = []
         self.steps: optimizer_in_backward.Steps | gradient_ready.Announcements | None = None
         self.gathers = param_gather.Gathers(())
-        self.late: tuple[late_gradients.Queue, dict[int, torch.Tensor]] | None = None
+        self.late: late_gradients.Late | None = None
+        self.between = False, False
+        """Of a parallelized stage of a pipeline: whether it receives parts, and sends them."""
         self.sharding: Any = None
         """Of a parallelized model: its :class:`mindspeed_fx.sharding.parallelized_graph.ParallelizedGraph`."""
         self.pipeline = Pipeline(options)
@@ -120,7 +122,7 @@ class Compilation:
     def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         self.averaged = data_parallel.parameters(inputs) if self.options.data_parallel else []
         if plan := sharding.take_shown_calls(gm):
-            self.sharding = plan
+            self.sharding, plan.between = plan, self.between
             self._take_recompute(plan.plan)
             if self.options.data_parallel:
                 raise OptionError(
@@ -180,23 +182,23 @@ class Compilation:
                 inputs,
                 inner=self.run_inductor,
                 config=config,
-                caches=self.caches and not plan,
+                caches=self.caches and not plan and self.late is None,
                 decompositions=table,
                 **hooks,
             )
         )
 
     def _take_late(self, inputs: Sequence[Any]) -> None:
-        """Parameters whose gradients a schedule makes later."""
-        queue = late_gradients.queue_of(inputs)
-        if queue is None:
+        """Parameters whose gradients a schedule of Megatron makes later."""
+        late = late_gradients.late_of(inputs)
+        if late is None:
             return
         if self.options.codegen != "eager":
             raise OptionError(
                 f'option "codegen" is "{self.options.codegen}"; valid where gradients of weights are made late '
                 '(--use-nanopipe): "eager"'
             )
-        self.late = queue, late_gradients.weights_of(inputs)
+        self.late = late
 
     def _take_recompute(self, plan: Any) -> None:
         """What a plan says of recomputation becomes the option, unless the user's options decide it."""
@@ -331,8 +333,7 @@ class Compilation:
         with self._progress(), dynamo.alone():
             self.finish_side(gm, side)
         if self.late is not None and side == "backward":
-            queue, weights = self.late
-            return late_gradients.run_in_parts(gm, list(weights.values()), list(weights), queue)
+            return late_gradients.run_in_parts(gm, self.late, inductor_compat.box_arguments)
         return npu.npugraph_ex(gm, inputs, self.options.npugraph_ex) if self.options.codegen == "npugraph_ex" else gm
 
     def run_inductor(self, gm: fx.GraphModule, inputs: Sequence[Any], compile: Callable, **kwargs: Any) -> Any:
@@ -342,6 +343,9 @@ class Compilation:
                 self.finish_side(gm, side)
             if recorder.is_modelling():
                 return inductor_compat.box_arguments(gm)
+            if self.late is not None and side == "backward":
+                later = inductor_compat.compile_later(compile, gm, inputs, kwargs)
+                return late_gradients.run_in_parts(gm, self.late, later)
             with recorder.record_codegen(self.record):
                 compiled = compile(gm, inputs, **kwargs)
         self.record.kernels[side] = inductor_compat.kernel_nodes()

@@ -166,6 +166,31 @@ def test_pipeline_stage(mesh):
     )
 
 
+def test_pipeline_stages(mesh):
+    pp = mesh["pp"]
+    for name, bad in (
+        ("virtual", 0),
+        ("virtual", "2"),
+        ("style", 2),
+        ("style", "w"),
+        ("layers", 3),
+        ("layers", "12"),
+        ("layers", [1, 0]),
+        ("layers", [True]),
+        ("microbatches", 0),
+    ):
+        refused(
+            lambda: mindspeed_fx.pipeline_stages(Model(), pp, None, ARGS, **{name: bad}),
+            f"pipeline_stages: {name} is {bad!r}",
+        )
+    refused(
+        lambda: mindspeed_fx.pipeline_stages(Model(), pp, None, ARGS, style="v", virtual=3),
+        'virtual=3, style="v"; valid: 2 stages on a rank',
+    )
+    for bad in (None, 3, Model()):
+        refused(lambda: mindspeed_fx.follow_shapes(bad), "follow_shapes: schedule is ")
+
+
 def test_explain():
     for bad in (None, 3, "model", Model):
         refused(lambda: mindspeed_fx.explain(bad, *ARGS), "explain: model is")

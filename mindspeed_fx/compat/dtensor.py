@@ -141,6 +141,14 @@ def local_part(x: torch.Tensor) -> torch.Tensor:
     return x._local_tensor if isinstance(x, DTensor) else x
 
 
+def as_parts_of(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """``local`` as this rank's part of a tensor that is divided as ``like`` is; itself where ``like`` is no DTensor."""
+    if not isinstance(like, DTensor) or isinstance(local, DTensor):
+        return local
+    mesh, placements = like.device_mesh, like.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
 def local_numel(x: DTensor) -> int:
     """Elements of this rank's part; asked of ``to_local()``, a trace would have a node for it."""
     local = x._local_tensor

@@ -127,6 +127,42 @@ def compile_with_inductor(
             ) from error
 
 
+def compile_later(
+    compile: Callable, whole: fx.GraphModule, inputs: Sequence[Any], kwargs: dict[str, Any]
+) -> Callable[[fx.GraphModule], Callable]:
+    """What compiles ``whole``, or a part of it, as ``compile`` does now, also when Inductor's own call is over: a
+    function of one list.
+
+    Args:
+        inputs, kwargs: of ``compile``, for the whole.
+    """
+    import torch._inductor.config as config
+    from torch._dynamo.utils import get_metrics_context
+    from torch._guards import CompileContext, TracingContext, compile_context, tracing
+
+    for node, x in zip((n for n in whole.graph.nodes if n.op == "placeholder"), inputs, strict=True):
+        node.meta["val"] = x
+    known, number = TracingContext.try_get(), CompileContext.try_get()
+    settings = {name: getattr(config, name) for name in config.get_config_copy()}  # copies of hooks are no hooks
+
+    def later(gm: fx.GraphModule) -> Callable:
+        output = gm.graph.output_node()
+        output.meta["user_visible_output_idxs"] = [i for i, n in enumerate(output.args[0]) if isinstance(n, fx.Node)]
+        inputs = [n.meta.get("val") for n in gm.graph.nodes if n.op == "placeholder"]
+        metadata = getattr(known, "fw_metadata", None)
+        donated = getattr(metadata, "bw_donated_idxs", None)
+        if donated is not None and gm is not whole:  # numbers of the whole's inputs, which it may overwrite
+            metadata.bw_donated_idxs = None
+        try:
+            with tracing(known), compile_context(number), get_metrics_context(), config.patch(settings):
+                return compile(gm, inputs, **{**kwargs, "static_input_idxs": ()})
+        finally:
+            if donated is not None:
+                metadata.bw_donated_idxs = donated
+
+    return later
+
+
 def _compilers() -> str:
     """The C++ compilers that Inductor tries."""
     import torch._inductor.config as config
@@ -172,6 +208,8 @@ def compile_without_codegen(
     def compiler(side: str) -> Callable:
         def compile_side(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
             result = inner(graph, example_inputs, side)
+            if getattr(result, "_boxed_call", False):
+                return result
             return box_arguments(result) if isinstance(result, fx.GraphModule) else make_boxed_func(result)
 
         return compile_side

@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mindspeed_fx import arguments
 from mindspeed_fx.compat import dtensor, tracing
 from mindspeed_fx.options import Options
-from mindspeed_fx.planning.split_stages import Part, layers_of, split_stages
+from mindspeed_fx.planning.layer_lists import layers_of
+from mindspeed_fx.planning.split_stages import Part, split_stages
 from mindspeed_fx.sharding import parallelized_graph
 from mindspeed_fx.sharding.plan import Plan, ShardingError
 
@@ -98,7 +99,7 @@ def _simulated(
     from mindspeed_fx.sharding.parallelize import show_whole, unmatched_patterns
     from mindspeed_fx.sharding.registry import Sharding
 
-    layers = layers_of(model, stages) if stages > 1 else ("", 0)
+    layers = layers_of(model, stages) if stages > 1 else ()
     unmatched_patterns(model, plan)
     names = {id(p): n for n, p in model.named_parameters()}
     show_whole(model, Sharding(plan, None, [n for n, _ in model.named_modules()]), lambda name, p: p)
@@ -110,6 +111,8 @@ def _simulated(
         try:
             parts = split_stages(gm, layers, stages) if stages > 1 else [Part(gm, placeholders, [], [])]
             hits = [_captured(part.gm, options) for part in parts]
+            for i, hit in enumerate(hits):
+                hit.between = i > 0, i < stages - 1
         except ShardingError as error:  # which Dynamo makes one of many lines
             wrong.append(error)
             raise
@@ -232,7 +235,8 @@ class _Graph:
         args = [*(self.by_node[n] for n in self.part.inputs), *self.received]
         placeholders = [n for n in self.part.gm.graph.nodes if n.op == "placeholder"]
         pairs = [self._enter(n, x) for n, x in zip(placeholders, args, strict=True)]
-        self.program = Program(self.part.gm, self.hit.plan, self.mesh, [value for value, _ in pairs])
+        values = [value for value, _ in pairs]
+        self.program = Program(self.part.gm, self.hit.plan, self.mesh, values, hands_on=self.hit.between[1])
         self.outputs = self.program(*(x for _, x in pairs))
 
     def _enter(self, node: fx.Node, x: Any) -> tuple[Any, Any]:
@@ -247,7 +251,10 @@ class _Graph:
             whole = distribute_tensor(x.detach(), self.mesh, placements, src_data_rank=None)
             self.parameters[name] = whole, whole.to_local().detach().requires_grad_(x.requires_grad)
             return parallelized_graph.parameter_value(whole, name), self.parameters[name][1]
-        if not isinstance(x, torch.Tensor) or any(x is r for r in self.received):
+        if isinstance(x, torch.Tensor) and any(x is r for r in self.received):
+            value = parallelized_graph.received_value(node, hit)
+            return (parallelized_graph.input_value(node, x, hit) if value is None else value), x
+        if not isinstance(x, torch.Tensor):
             return parallelized_graph.input_value(node, x, hit), x
         argument = parallelized_graph.argument_name(node) if self.local_inputs else None
         if argument is None:

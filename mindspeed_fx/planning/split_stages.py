@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Iterator
+from typing import Iterator, Sequence
 
 import torch
 import torch.fx as fx
@@ -19,12 +19,11 @@ from torch import nn
 from mindspeed_fx.capture import isolate
 from mindspeed_fx.compat import fake, fx_graph, tracing
 from mindspeed_fx.graph.provenance import module_path
+from mindspeed_fx.planning.layer_lists import Layers
 from mindspeed_fx.report.source import source_line
+from mindspeed_fx.sharding.between_stages import RECEIVED
 from mindspeed_fx.sharding.constraint import operands
 from mindspeed_fx.sharding.plan import ShardingError
-
-RECEIVED = "received_"
-"""How the arguments of a stage begin that the stage before sends."""
 
 STATE = ("_enter_autocast", "_exit_autocast", "_set_grad_enabled")
 """Calls that change how the following ones run: in every stage."""
@@ -46,57 +45,34 @@ class Part:
     """Nodes of the whole graph, as ``received``."""
 
 
-def layers_of(model: nn.Module, stages: int) -> tuple[str, int]:
-    """Name of the list of the model's layers, and how many there are: of lists whose modules are of one class the one
-    with the most parameters; where that has less than half of what a ModuleList of several classes has (layers of
-    attention and of a recurrence), the latter.
-
-    Raises:
-        ShardingError: no such list; fewer layers than stages.
-    """
-    sizes = {
-        n: sum(p.numel() for p in m.parameters())
-        for n, m in model.named_modules()
-        if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1
-    }
-    alike = {n: size for n, size in sizes.items() if len({type(layer) for layer in model.get_submodule(n)}) == 1}
-    mixed = {n: size for n, size in sizes.items() if isinstance(model.get_submodule(n), nn.ModuleList)}
-    name = max(alike, key=alike.__getitem__, default=None)
-    other = max(mixed, key=mixed.__getitem__, default=None)
-    if other is not None and (name is None or 2 * alike[name] < mixed[other]):
-        name = other
-    if name is None:
-        if shared := [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == 1]:
-            raise ShardingError(
-                f'pp={stages}: {type(model).__name__} has no repeated layers: "{shared[0]}" has one, and what runs it '
-                "several times shares its weights; stages are made of layers with weights of their own"
-            )
-        raise ShardingError(
-            f"pp={stages}: {type(model).__name__} has no repeated layers (a ModuleList, or a Sequential of modules of "
-            "one class) to make stages of"
-        )
-    count = len(model.get_submodule(name))
-    if stages > count:
-        raise ShardingError(f'pp={stages}: "{name}" has {count} layers; valid: 2 to {count} stages')
-    return name, count
-
-
-def split_stages(gm: fx.GraphModule, layers: tuple[str, int], stages: int) -> list[Part]:
+def split_stages(gm: fx.GraphModule, layers: Layers, stages: int, sizes: Sequence[int] | None = None) -> list[Part]:
     """The graphs of all stages; layer i of n is in stage i * stages // n, so that none has more than ceil(n / stages).
+    Of several lists the layers are counted in the order in which they run.
 
     Args:
         gm: Dynamo's graph of the whole step, parameters as placeholders; stays as it is, but for regions of vmap, which
             become bodies of their own: the calls that leave one have no users, and no stage would have them.
-        layers: see :func:`layers_of`.
+        layers: see :func:`~mindspeed_fx.planning.layer_lists.layers_of`; where several do not run one after the other,
+            the first alone.
+        sizes: how many layers each stage has.
 
     Raises:
-        ShardingError: layers that run in another order, values that cannot be sent, with module and line; a transform
-            of torch.func that cannot be moved whole.
+        ShardingError: layers that run in another order, values that cannot be sent, with module and line; sizes that
+            are not those of the model; a transform of torch.func that cannot be moved whole.
     """
     if reason := isolate(gm):
         raise ShardingError(reason)
-    homes = _Homes(gm, layers, stages)
+    try:
+        homes = _Homes(gm, layers, stages, sizes)
+    except LayerOrderError:
+        if len(layers) == 1 or layers[0][1] < stages:
+            raise
+        homes = _Homes(gm, layers[:1], stages, sizes)
     return [_part(gm, homes, s) for s in range(stages)]
+
+
+class LayerOrderError(ShardingError):
+    """Layers that do not run in the order of their list, or not at all."""
 
 
 def tied_parameters(parts: list[Part]) -> dict[fx.Node, list[int]]:
@@ -104,7 +80,7 @@ def tied_parameters(parts: list[Part]) -> dict[fx.Node, list[int]]:
     stages: dict[fx.Node, list[int]] = {}
     for s, part in enumerate(parts):
         for n in part.inputs:
-            if _is_parameter(n) and fx_graph.example_value_of(n).requires_grad:
+            if is_parameter(n) and fx_graph.example_value_of(n).requires_grad:
                 stages.setdefault(n, []).append(s)
     return {n: readers for n, readers in stages.items() if len(readers) > 1}
 
@@ -112,8 +88,8 @@ def tied_parameters(parts: list[Part]) -> dict[fx.Node, list[int]]:
 class _Homes:
     """Which stage computes each node; ``again`` are those that every stage that reads them computes for itself."""
 
-    def __init__(self, gm: fx.GraphModule, layers: tuple[str, int], stages: int):
-        self.gm, (self.path, self.count), self.stages = gm, layers, stages
+    def __init__(self, gm: fx.GraphModule, layers: Layers, stages: int, sizes: Sequence[int] | None = None):
+        self.gm, self.stages = gm, stages
         self.nodes = [n for n in gm.graph.nodes if n.op != "output"]
         self.output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
         self.state = [n for n in self.nodes if n.op == "call_function" and getattr(n.target, "__name__", "") in STATE]
@@ -123,11 +99,22 @@ class _Homes:
         """Stages that read a node, also through nodes that are computed again."""
         self.writers: dict[fx.Node, list[fx.Node]] = {}
         """What writes in place to the memory of a node that stages compute again, and is computed again with it."""
+        self.layers = self._in_order(layers)
+        self.homes = _stage_of_each([n for _, n in self.layers], stages, sizes)
         self._after_layers()
         self._before_layers()
         self._find_readers()
         self._check_writes()
         self._check_sent()
+
+    def _in_order(self, layers: Layers) -> Layers:
+        """The lists in the order in which they begin to run."""
+        self.layers = layers
+        begun: dict[int, None] = {}
+        for n in self.nodes if len(layers) > 1 else ():
+            if (layer := self._layer(n)) is not None:
+                begun.setdefault(layer[0])
+        return tuple(layers[i] for i in (*begun, *(i for i in range(len(layers)) if i not in begun)))
 
     def _after_layers(self) -> None:
         seen = set()
@@ -138,22 +125,23 @@ class _Homes:
             layer = self._layer(n)
             if layer is not None:
                 seen.add(layer)
-                mine = layer * self.stages // self.count
+                mine = self.homes[layer[0]][layer[1]]
                 if read is not None and read > mine:
-                    raise ShardingError(
-                        f"{_where(n)}: layer {layer} of {self.path} reads what a later layer makes; stages need layers "
-                        "that run in the order of their list"
+                    raise LayerOrderError(
+                        f"{_where(n)}: layer {layer[1]} of {self.layers[layer[0]][0]} reads what a later layer makes; "
+                        "stages need layers that run in the order of their list"
                     )
                 self.stage[n] = mine
             elif read is not None:
                 self.stage[n] = read
-        if missing := sorted(set(range(self.count)) - seen):
-            raise ShardingError(
-                f"layers {', '.join(map(str, missing))} of {self.path} do not run in this step; stages need all of them"
-            )
+        for i, (path, count) in enumerate(self.layers):
+            if missing := [number for number in range(count) if (i, number) not in seen]:
+                raise LayerOrderError(
+                    f"layers {', '.join(map(str, missing))} of {path} do not run in this step; stages need all of them"
+                )
 
     def _before_layers(self) -> None:
-        mine = {n for n in self.nodes if _is_parameter(n)}
+        mine = {n for n in self.nodes if is_parameter(n)}
         for n in self.nodes:
             if (
                 n not in self.stage
@@ -174,12 +162,14 @@ class _Homes:
             else:
                 self.stage[n] = min(readers)
 
-    def _layer(self, n: fx.Node) -> int | None:
+    def _layer(self, n: fx.Node) -> tuple[int, int] | None:
+        """Number of the list, and of the layer in it."""
         for path in self._paths(n):
-            if path.startswith(f"{self.path}.") or not self.path:
-                number = path[len(self.path) :].lstrip(".").partition(".")[0]
-                if number.isdigit():
-                    return int(number)
+            for i, (layers, _) in enumerate(self.layers):
+                if path.startswith(f"{layers}.") or not layers:
+                    number = path[len(layers) :].lstrip(".").partition(".")[0]
+                    if number.isdigit():
+                        return i, int(number)
         return None
 
     def _paths(self, n: fx.Node) -> Iterator[str]:
@@ -270,6 +260,25 @@ class _Homes:
         ]
 
 
+def _stage_of_each(counts: list[int], stages: int, sizes: Sequence[int] | None) -> list[list[int]]:
+    """The stage of each layer of each list.
+
+    Raises:
+        ShardingError: sizes that are not those of the model.
+    """
+    total = sum(counts)
+    if sizes is None:
+        stage = [i * stages // total for i in range(total)]
+    else:
+        if len(sizes) != stages or sum(sizes) != total:
+            raise ShardingError(
+                f"layers={list(sizes)}; valid: {stages} numbers from 1, {total} together, one for each stage"
+            )
+        stage = [s for s, size in enumerate(sizes) for _ in range(size)]
+    remaining = iter(stage)
+    return [[next(remaining) for _ in range(count)] for count in counts]
+
+
 def _part(gm: fx.GraphModule, homes: _Homes, s: int) -> Part:
     last = s == homes.stages - 1
     received, sent = homes.crossing(s - 1) if s else [], [] if last else homes.crossing(s)
@@ -300,7 +309,7 @@ def receivable(value: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(value.detach(), memory_format=torch.contiguous_format).requires_grad_(value.requires_grad)
 
 
-def _is_parameter(n: fx.Node) -> bool:
+def is_parameter(n: fx.Node) -> bool:
     return n.op == "placeholder" and isinstance(fx_graph.example_value_of(n), nn.Parameter)
 
 

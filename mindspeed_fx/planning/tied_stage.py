@@ -1,13 +1,14 @@
-"""A pipeline stage that shares weights with other stages: an embedding that is the output layer's weight too.
+"""Weights that several stages of a pipeline share: an embedding that is the output layer's weight too.
 
-Every stage that reads such a weight has it, with the first one's values. At the end of a step of the schedule their
-gradients are summed over a group of these stages, so that equal optimizers keep the weights equal:
+Every rank with a stage that reads such a weight has it, once, with the first one's values. At the end of a step of the
+schedule the gradients of these ranks are summed, so that equal optimizers keep the weights equal:
 
     stage 0: embedding      gradient a          after the step a + b
     stage 3: output layer   gradient b          after the step a + b
 
-The sum is started when a stage has done its last backward, and waited for where its result is first read: torch's
-schedules may send a gradient to the stage before only after they asked for the sum.
+Two stages on one rank add to one gradient. The sum is started when the last of a rank's stages has done its last
+backward, and waited for where its result is first read: torch's schedules may send a gradient to the stage before only
+after they asked for the sum.
 Source: Shoeybi et al. 2019; Megatron-core's all-reduce of embedding gradients over the embedding group.
 """
 
@@ -17,70 +18,99 @@ from typing import Any, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from mindspeed_fx.compat.distributed import sum_later
-from mindspeed_fx.compat.dtensor import local_part
+from mindspeed_fx.compat.dtensor import as_parts_of, local_part
+from mindspeed_fx.compat.pipelining import PartedStage
 
 
-class TiedStage(PipelineStage):
+class TiedStage(PartedStage):
     """torch's stage of a module with weights that other stages have too."""
 
-    def __init__(self, submodule: nn.Module, index: int, *args: Any, tied: dict[str, list[int]], **kwargs: Any):
+    def __init__(self, *args: Any, weights: TiedWeights, **kwargs: Any):
         """
         Args:
-            tied: parameter of ``submodule`` -> the stages that have it; on every stage in the same order.
+            weights: of all stages of this rank.
         """
-        super().__init__(submodule, index, *args, **kwargs)
-        parameters = dict(submodule.named_parameters())
-        groups: dict[tuple[int, ...], Any] = {}
-        self._tied = [
-            (parameters[name], _group_of(stages, self.group, groups), len(stages)) for name, stages in tied.items()
-        ]
-        self._before: list[torch.Tensor | None] = [None] * len(tied)
-        self._is_open = False
-        for p, group, _ in self._tied:
-            dist.broadcast(local_part(p.detach()), group_src=0, group=group)
+        super().__init__(*args, **kwargs)
+        self.weights = weights
+        self.own = [p for p in self.submod.parameters() if not weights.has(p)]
 
     def clear_runtime_states(self) -> None:
-        """A step begins: what its backwards add to a shared weight's gradient is kept apart from earlier steps'."""
         super().clear_runtime_states()
-        self._is_open = self.has_backward
-        if self._is_open:
-            self._before = [p.grad for p, _, _ in self._tied]
-            for p, _, _ in self._tied:
-                p.grad = None
+        self.weights.begin(self.stage_index, self.has_backward)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        super().scale_grads(grad_scale_factor)
-        self._sum_gradients()
+        """Of the weights that no other stage has."""
+        for p in self.own if grad_scale_factor != 1 else ():
+            if p.grad is not None:
+                p.grad.div_(grad_scale_factor)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         super().perform_reduce_grad(grad_scale_factor)
-        self._sum_gradients()
+        if self.has_backward:
+            self.weights.end(self.stage_index, grad_scale_factor)
 
-    def _sum_gradients(self) -> None:
-        """Once a step. What earlier steps left is on every stage: each adds its share of it to what it sends."""
-        if not self._is_open:
+
+class TiedWeights:
+    """Of one rank: the weights that several stages have.
+
+    Args:
+        tied: name -> the stages that have it; on every rank in the same order.
+        parameters: those of this rank by name.
+        stages: of this rank.
+        rank_of: the rank of each stage in ``group``.
+    """
+
+    def __init__(
+        self,
+        tied: dict[str, list[int]],
+        parameters: dict[str, torch.Tensor],
+        stages: Sequence[int],
+        rank_of: Sequence[int],
+        group: Any,
+    ):
+        groups: dict[tuple[int, ...], Any] = {}
+        self._weights = []
+        for name, readers in tied.items():
+            ranks = tuple(dict.fromkeys(dist.get_global_rank(group, rank_of[s]) for s in readers))
+            if ranks not in groups:  # of their own: sends between neighbours must not wait for a sum
+                alone = len(ranks) == 1
+                groups[ranks] = None if alone else dist.new_group(sorted(ranks), use_local_synchronization=True)
+            self._weights.append((parameters[name], groups[ranks], len(ranks)))
+            if groups[ranks] is not None:
+                dist.broadcast(local_part(parameters[name].detach()), src=ranks[0], group=groups[ranks])
+        self._stages, self._ids = tuple(stages), {id(p) for p, _, _ in self._weights}
+        self._before: list[torch.Tensor | None] = [None] * len(self._weights)
+        self._open: set[int] = set()
+
+    def has(self, parameter: torch.Tensor) -> bool:
+        return id(parameter) in self._ids
+
+    def begin(self, stage: int, has_backward: bool) -> None:
+        """A step begins: what its backwards add to a shared weight's gradient is kept apart from earlier steps'."""
+        if not has_backward or stage != self._stages[0]:
             return
-        self._is_open = False
-        for (p, group, count), before in zip(self._tied, self._before):
+        self._open = set(self._stages)
+        self._before = [p.grad for p, _, _ in self._weights]
+        for p, _, _ in self._weights:
+            p.grad = None
+
+    def end(self, stage: int, factor: int) -> None:
+        """A stage has done its backwards; after the last one gradients are divided and summed, once a step. What
+        earlier steps left is on every rank: each adds its share of it to what it sends."""
+        if stage not in self._open:
+            return
+        self._open.discard(stage)
+        if self._open:
+            return
+        for (p, group, count), before in zip(self._weights, self._before):
             own = torch.zeros_like(p) if p.grad is None else p.grad
-            p.grad = _summed(own if before is None else own + before / count, group)
-
-
-def _group_of(stages: Sequence[int], pipeline: Any, groups: dict[tuple[int, ...], Any]) -> Any:
-    """The processes of ``stages``, in a group of their own: sends between neighbours must not wait for a sum."""
-    ranks = tuple(dist.get_global_rank(pipeline, s) for s in stages)
-    if ranks not in groups:
-        groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-    return groups[ranks]
+            own = own / factor if before is None else (own + before / count) / factor
+            p.grad = own if group is None else _summed(own, group)
+        self._before = [None] * len(self._weights)
 
 
 def _summed(x: torch.Tensor, group: Any) -> torch.Tensor:
-    if not isinstance(x, DTensor):
-        return sum_later(x, group)
-    local = sum_later(x.to_local(), group)
-    return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
+    return as_parts_of(x, sum_later(x.to_local(), group)) if isinstance(x, DTensor) else sum_later(x, group)

@@ -25,7 +25,8 @@ from mindspeed_fx.errors import nearest
 from mindspeed_fx.sharding import initialize, optimizers
 from mindspeed_fx.sharding.inputs import show_inputs_whole
 from mindspeed_fx.sharding.parallelized_graph import BETWEEN_GRAPHS
-from mindspeed_fx.sharding.plan import Plan, ShardingError, check_patterns, placement_of
+from mindspeed_fx.sharding.plan import Plan, ShardingError, placement_of
+from mindspeed_fx.sharding.plan_names import check_patterns
 from mindspeed_fx.sharding.presets import named_plan
 from mindspeed_fx.sharding.registry import INPUTS, LOCAL, PARAMETER, SHARDINGS, WHOLE, Sharding, shows_whole
 from mindspeed_fx.sharding.spmd.kept_whole import evenly_divided

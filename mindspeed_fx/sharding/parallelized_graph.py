@@ -20,6 +20,7 @@ from mindspeed_fx.compat import tracing as tracing_compat
 from mindspeed_fx.graph.annotate import bodies
 from mindspeed_fx.graph.op_sets import draws
 from mindspeed_fx.graph.provenance import module_path
+from mindspeed_fx.sharding.between_stages import RECEIVED, placements_between
 from mindspeed_fx.sharding.constraint import operands
 from mindspeed_fx.sharding.plan import ShardingError, parse_placement, placement_of
 from mindspeed_fx.sharding.registry import SHOWN, WHOLE_INPUT
@@ -36,6 +37,8 @@ class ParallelizedGraph:
     """Placeholder -> name of the model's argument of which a rank passes its part, and the whole of it (fake)."""
     prefix: str = ""
     """Path of the parallelized model in the compiled one, with a dot."""
+    between: tuple[bool, bool] = (False, False)
+    """Of a stage of a pipeline: whether it receives parts, and sends them (:mod:`between_stages`)."""
     program: Any = None
     """The local program, once there is one: its ``traffic`` is what its edges need."""
 
@@ -82,7 +85,7 @@ def take_shown_calls(gm: fx.GraphModule) -> ParallelizedGraph | None:
     return result
 
 
-BETWEEN_GRAPHS = ("received_", "stack")
+BETWEEN_GRAPHS = (RECEIVED, "stack")
 """Names of inputs that no caller passes: activations of a pipeline, and what is handed on behind a graph break."""
 
 
@@ -160,7 +163,7 @@ def localize(
     values = [_value(n, x, result) for n, x in zip(placeholders, inputs, strict=True)]
     random_call = next((n for graph in (gm, *bodies(gm)) for n in graph.graph.nodes if draws(n)), None)
     check = InputCheck(result.sharding, arguments_of(placeholders, inputs, values, result), inputs, random_call)
-    program = result.program = Program(gm, result.plan, result.sharding.mesh, values)
+    program = result.program = Program(gm, result.plan, result.sharding.mesh, values, hands_on=result.between[1])
     local = graph_inputs.of_fixed_sizes(gm, [x.to_local() if isinstance(x, DTensor) else None for x in inputs])
     local = [x if part is None else part.requires_grad_(x.requires_grad) for x, part in zip(inputs, local)]
 
@@ -206,6 +209,8 @@ def _value(node: fx.Node, x: Any, result: ParallelizedGraph) -> Any:
         )
     if node.name in result.inputs:
         return parameter_value(x, result.inputs[node.name])
+    if node.name.startswith(RECEIVED) and (value := received_value(node, result)) is not None:
+        return value
     if tracing_compat.wraps_tensors(x):
         what = f'input "{argument_name(node)}" is a {type(x).__name__}'
         raise ShardingError(f'{what}; pass the whole tensor, or, with parallelize(..., inputs="local"), its to_local()')
@@ -219,6 +224,15 @@ def parameter_value(x: Any, name: str = "") -> Any:
     from mindspeed_fx.sharding.spmd.program import Value
 
     return Value(tuple(x.placements), x.shape, x.stride(), True, name)
+
+
+def received_value(node: fx.Node, result: ParallelizedGraph) -> Any:
+    """What the stage before sends in parts; None where it sends the whole."""
+    from mindspeed_fx.sharding.spmd.program import Value
+
+    whole = fx_graph.example_value_of(node)
+    placements = placements_between(result.plan, result.sharding.mesh, whole.shape) if result.between[0] else None
+    return Value(placements, whole.shape, whole.stride(), False, node.name, part=True) if placements else None
 
 
 def part_value(x: torch.Tensor, name: str, whole: torch.Tensor, result: ParallelizedGraph) -> Any:

@@ -98,6 +98,8 @@ class Plan:
     """Parts of the batch that a step is taken over, by :func:`mindspeed_fx.accumulate` or the schedule of a pipeline.
     None: not said.
     """
+    schedule: str | None = None
+    """Of a pipeline: a schedule of torch.distributed.pipelining, and stages on a rank, as in "Interleaved1F1B:2"."""
 
     def __post_init__(self) -> None:
         self._check_kinds()
@@ -241,7 +243,7 @@ class Plan:
         }
         own = tuple(d for d in self.mesh if d not in other.mesh)
         merged |= {s: {**getattr(self, s), **getattr(other, s)} for s in ("gather", "rings", "experts")}
-        for s in ("recompute", "microbatches"):
+        for s in ("recompute", "microbatches", "schedule"):
             said = {getattr(p, s) for p in (self, other)} - {None}
             if len(said) > 1:
                 raise ShardingError(
@@ -352,18 +354,6 @@ def placement_of(section: Mapping[str, Placed], name: str, what: str) -> dict[st
 
 def _letters(pattern: str) -> int:
     return len(pattern) - pattern.count("*")
-
-
-def check_patterns(patterns: Iterable[str], names: Iterable[str], what: str, plan: str) -> None:
-    """Refuse patterns that name nothing.
-
-    Raises:
-        ShardingError: with the nearest name.
-    """
-    names = list(names)
-    for pattern in patterns:
-        if not fnmatch.filter(names, pattern):
-            raise ShardingError(f'plan "{plan}" names no {what}: "{pattern}"{nearest(pattern, names)}')
 
 
 def _merge(a: Mapping, b: Mapping) -> dict:

@@ -9,15 +9,20 @@ backward to the bit. Zero bubble: Qi et al. 2023, arXiv 2401.10241.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
+from dataclasses import dataclass
 from typing import Any, Callable, Iterable, Sequence
 
 import torch
 import torch.fx as fx
 from torch import Tensor
 
-from mindspeed_fx.partition.split import split
+from mindspeed_fx.compat.dtensor import as_parts_of
+from mindspeed_fx.partition.split import Part, SplitError, split
 from mindspeed_fx.training import late_gradients_swap
+
+logger = logging.getLogger(__name__)
 
 KEY = "_mindspeed_fx_late_gradients"
 
@@ -32,6 +37,8 @@ class Queue:
 
     def __init__(self, swaps: bool = False, smallest: int | None = None) -> None:
         self.waiting: deque[Callable[[], None]] = deque()
+        self.in_parts = True
+        """Whether the backwards that run now leave the gradients of weights; where not, they make them themselves."""
         self.swaps, self.smallest = swaps, smallest
         self.away: deque[late_gradients_swap.Entry] = deque()
 
@@ -64,6 +71,14 @@ class Queue:
         """
         self.waiting.popleft()()
 
+    def take(self) -> Callable[[], None]:
+        """What the last backward left, to be run whenever; nothing where it left nothing."""
+        return self.waiting.pop() if self.waiting else _nothing
+
+
+def _nothing() -> None:
+    pass
+
 
 def put_off(parameters: Iterable[Tensor], queue: Queue) -> None:
     """Have graphs of these parameters leave their gradients to ``queue``. A graph is then one module's alone."""
@@ -71,43 +86,85 @@ def put_off(parameters: Iterable[Tensor], queue: Queue) -> None:
         setattr(parameter, KEY, queue)
 
 
-def queue_of(inputs: Sequence[Any]) -> Queue | None:
-    """The queue of the parameters among the inputs of a graph."""
-    return next((getattr(x, KEY) for x in inputs if hasattr(x, KEY)), None)
+@dataclass
+class Late:
+    """Of one graph: which gradients may be made late, and what they are added to."""
+
+    queue: Queue
+    positions: list[int]
+    """Of the weights among the inputs of the forward, and so of their gradients among the results of the backward."""
+    weights: Callable[[], list[Tensor]]
+    may_be_whole: bool = False
+    """Whether a backward that cannot be taken apart makes all gradients at once, where it is asked for some."""
 
 
-def weights_of(inputs: Sequence[Any]) -> dict[int, Tensor]:
-    """The parameters that are put off, by their position among the inputs of a graph."""
-    return {i: x for i, x in enumerate(inputs) if hasattr(x, KEY) and x.requires_grad}
+def late_of(inputs: Sequence[Any]) -> Late | None:
+    """Of a graph with these inputs: its parameters that are put off (:func:`put_off`); None without such."""
+    queue = next((getattr(x, KEY) for x in inputs if hasattr(x, KEY)), None)
+    if queue is None:
+        return None
+    weights = {i: x for i, x in enumerate(inputs) if hasattr(x, KEY) and x.requires_grad}
+    return Late(queue, list(weights), lambda: list(weights.values()))
 
 
-def run_in_parts(backward: fx.GraphModule, held: list[Tensor], positions: list[int], queue: Queue) -> Callable:
-    """What runs instead of ``backward``: gradients of the weights are None, and wait in ``queue``.
+def run_in_parts(backward: fx.GraphModule, late: Late, compile: Callable[[fx.GraphModule], Callable]) -> Callable:
+    """What runs instead of ``backward``: where the queue asks for parts, gradients of the weights are None, and wait
+    in it. A function of one list, which it empties.
 
     Args:
-        held: the weights.
-        positions: of their gradients among what ``backward`` returns.
+        compile: makes of a graph such a function; called when one first runs.
 
     Raises:
         SplitError: ``backward`` writes in place.
     """
-    parts, late = split(backward, positions), set(positions)
+    try:
+        parts, after = split(backward, late.positions), set(late.positions)
+    except SplitError as error:
+        if not late.may_be_whole:
+            raise
+        logger.warning("%s: gradients of weights are not made late", error)
+        return compile(backward)
     names = [n.name for n in backward.graph.nodes if n.op == "placeholder"]
     returned = len(next(n for n in reversed(backward.graph.nodes) if n.op == "output").args[0])
-    early = [i for i in range(returned) if i not in late]
+    early = [i for i in range(returned) if i not in after]
+    runs: dict[str, Callable] = {}
 
-    def run(*args: Any) -> list[Any]:
+    def part(name: str, gm: fx.GraphModule) -> Callable:
+        if name not in runs:
+            runs[name] = compile(gm)
+        return runs[name]
+
+    def run(args: list[Any]) -> Sequence[Any]:
+        if not late.queue.in_parts:
+            return part("whole", backward)(args)
         values = dict(zip(names, args))
-        for part in (parts.recompute, parts.inputs):
-            result = part.gm(*(values[n] for n in part.reads))
-            values.update((n, v) for n, v in zip(part.makes, result) if n)
-        rest = [values[n] for n in parts.weights.reads]
+        args.clear()
+        for name, graph in (("recompute", parts.recompute), ("inputs", parts.inputs)):
+            result = part(name, graph.gm)([values[n] for n in graph.reads]) if graph.makes else ()
+            values.update((n, v) for n, v in zip(graph.makes, result) if n)
+        rest = [_strided(values[n], node) for n, node in zip(parts.weights.reads, _placeholders(parts.weights))]
         values.clear()
-        queue.put(held, parts.weights.gm, rest)
+        later = part("weights", parts.weights.gm)
+        late.queue.put(late.weights(), lambda *args: later(list(args)), rest)
         gradients = dict(zip(early, result))
         return [gradients.get(i) for i in range(returned)]
 
+    run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+def _placeholders(part: Part) -> list[fx.Node]:
+    return [n for n in part.gm.graph.nodes if n.op == "placeholder"]
+
+
+def _strided(value: Any, node: fx.Node) -> Any:
+    """``value`` in the strides that ``node`` was traced with; a compiled part may return others."""
+    traced = node.meta.get("val")
+    if not isinstance(value, Tensor) or not isinstance(traced, Tensor) or value.stride() == traced.stride():
+        return value
+    if any(isinstance(s, torch.SymInt) for s in (*traced.shape, *traced.stride())):
+        return value
+    return torch.empty_strided(value.shape, traced.stride(), dtype=value.dtype, device=value.device).copy_(value)
 
 
 @torch.no_grad()
@@ -115,6 +172,7 @@ def _add(weights: list[Tensor], run: Callable, values: list[Any]) -> None:
     for weight, gradient in zip(weights, run(*values)):
         if gradient is None:
             continue
+        gradient = as_parts_of(weight, gradient)
         if (buffer := getattr(weight, "main_grad", None)) is not None:
             buffer.add_(gradient)
         elif weight.grad is None:

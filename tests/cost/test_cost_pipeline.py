@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_fx.cost.pipeline import Parts, one_f_one_b, play, recompute_ahead, zero_bubble
+from mindspeed_fx.cost.pipeline import (
+    Parts,
+    one_f_one_b,
+    play,
+    play_stages,
+    recompute_ahead,
+    torch_order,
+    zero_bubble,
+)
 
 
 @pytest.mark.parametrize("ranks, microbatches", [(2, 2), (4, 8), (8, 16)])
@@ -43,5 +51,27 @@ def test_every_schedule_does_all_the_work_and_splitting_never_costs(ranks, micro
 
 
 def test_an_order_that_waits_for_ever_is_named():
-    with pytest.raises(ValueError, match=r"rank 0: \('B', 0\)"):
+    with pytest.raises(ValueError, match=r"rank 0: \('B', 0, 0\)"):
         play([[("B", 0), ("F", 0)]], Parts(1.0, 1.0, 1.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    "name,virtual,bubble",
+    [("GPipe", 1, 9 / 33), ("1F1B", 1, 9 / 33), ("Interleaved1F1B", 2, 4.5 / 28.5), ("ZBVZeroBubble", 2, 1.5 / 25.5)],
+)
+def test_torchs_orders_have_the_bubbles_of_their_papers(name, virtual, bubble):
+    """(p - 1)(F + I + W) / v of idle time, and (p - 1)(F + I - W) / 2 of the V, for v stages a rank."""
+    work, stages = 1 / virtual, 4 * virtual
+    played = play_stages(torch_order(name, 4, stages, 8), [Parts(work, 0.0, work, work)] * stages)
+    assert played.bubble == pytest.approx(bubble) and played.seconds == pytest.approx(24 / (1 - bubble))
+
+
+def test_a_forward_beside_a_backward_sends_when_both_are_done():
+    beside, after = [(("B", 1, 0), ("F", 1, 1))], [(("B", 1, 0),), (("F", 1, 1),)]
+    seconds = [
+        play_stages(
+            [[(("F", 0, 0),), (("F", 0, 1),), (("B", 0, 0),)], [(("F", 1, 0),), *second]], [Parts(1, 0, 1, 1)] * 2
+        )
+        for second in (beside, after)
+    ]
+    assert [p.seconds for p in seconds] == [7, 6]

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import mindspeed_fx
-from mindspeed_fx.planning.pipeline_stage import stages
+from mindspeed_fx.planning.stage_module import stages
 from mindspeed_fx.sharding.plan import ShardingError
 from tests import ranks
 from tests.sharding.llama import Llama

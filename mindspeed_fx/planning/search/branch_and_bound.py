@@ -22,6 +22,7 @@ from mindspeed_fx.planning.search.layouts import RECOMPUTE, ZERO, Layout, meshes
 from mindspeed_fx.planning.search.layouts import microbatches as microbatch_counts
 from mindspeed_fx.planning.search.lower_bounds import LowerBounds, batch_parts
 from mindspeed_fx.planning.search.problem import Problem
+from mindspeed_fx.planning.search.schedule_choice import choose_schedule
 from mindspeed_fx.planning.search.solve import Allowed, Program, Solution, Unsayable
 from mindspeed_fx.report import progress
 from mindspeed_fx.sharding.plan import ShardingError
@@ -47,7 +48,7 @@ class Outcome:
     @property
     def gap(self) -> float:
         """How much faster than the plan found a plan of the space can be at most, as a fraction."""
-        return max(0.0, self.solutions[0].seconds / self.bound - 1)
+        return max(0.0, self.solutions[0].solved / self.bound - 1)
 
 
 def _counts(mesh: tuple[int, ...], rows: int, microbatches: int | None) -> list[int]:
@@ -129,9 +130,11 @@ def branch_and_bound(
     if not state.best:
         raise ShardingError(f"no plan for {devices} {hw.name} fits in {memory / 2**30:.1f} GiB; {state.nearest()}")
     result = sorted(state.best.values(), key=lambda s: s.seconds)[:keep]
-    return Outcome(
-        result, min(*state.bounds, result[0].seconds), len(factored), state.solved, state.too_large, state.times
-    )
+    bound = min(*state.bounds, result[0].seconds)
+    for solution in result:
+        choose_schedule(solution, layers, memory)
+    result.sort(key=lambda s: s.seconds)
+    return Outcome(result, bound, len(factored), state.solved, state.too_large, state.times)
 
 
 @dataclass(order=True)

@@ -14,11 +14,11 @@ from mindspeed_fx.compat import tracing
 from mindspeed_fx.graph.functional_writes import make_writes_functional
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.options import Options
+from mindspeed_fx.planning.layer_lists import layers_of
 from mindspeed_fx.planning.search.layer_dedup import Repetition, repetition
 from mindspeed_fx.planning.search.problem import NotRepeated, Problem
 from mindspeed_fx.planning.search.problem_builder import build_problem
 from mindspeed_fx.planning.search.traced_plan import Traced
-from mindspeed_fx.planning.split_stages import layers_of
 from mindspeed_fx.report.source import source_line
 from mindspeed_fx.sharding.plan import ShardingError
 
@@ -71,12 +71,12 @@ def _single_layers(model: nn.Module, stages: int) -> list[tuple[list[str], list[
     if stages == 1:
         return []
     try:
-        path, count = layers_of(model, stages or 2)
+        lists = layers_of(model, stages or 2)
     except ShardingError:
         if stages:
             raise
         return []
-    names = [f"{path}.{i}".lstrip(".") for i in range(count)]
+    names = [f"{path}.{i}".lstrip(".") for path, count in lists for i in range(count)]
     return [([name], [name]) for name in names]
 
 

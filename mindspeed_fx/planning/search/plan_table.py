@@ -84,8 +84,8 @@ def _loop(plan: Any) -> str:
     """What the caller's loop does about microbatches."""
     if plan.layout.pp > 1:
         return (
-            "stage = mindspeed_fx.pipeline_stage(...), and a schedule of torch.distributed.pipelining with "
-            f"{plan.microbatches} microbatches"
+            "stages = mindspeed_fx.pipeline_stages(...), and torch.distributed.pipelining's Schedule"
+            f"{plan.schedule.partition(':')[0]} with {plan.microbatches} microbatches"
         )
     return (
         f"loss = mindspeed_fx.accumulate(step, *args, microbatches={plan.microbatches}) in your loop instead "

@@ -39,7 +39,7 @@ class Searched:
 
 
 class SearchedPlan(Plan):
-    """A :class:`Plan` that the search found: ``parallelize`` takes it (with pp ``pipeline_stage``), unless
+    """A :class:`Plan` that the search found: ``parallelize`` takes it (with pp ``pipeline_stages``), unless
     :attr:`unsupported` says why not.
     """
 
@@ -106,8 +106,8 @@ class SearchedPlan(Plan):
 
     @property
     def gap(self) -> float:
-        """No plan of the search's space is faster by more than this fraction."""
-        return max(0.0, self.seconds / self.searched.outcome.bound - 1)
+        """No plan of the search's space is faster by more than this fraction; of pipelines under 1F1B."""
+        return max(0.0, self.solution.solved / self.searched.outcome.bound - 1)
 
     @property
     def alternatives(self) -> list["SearchedPlan"]:

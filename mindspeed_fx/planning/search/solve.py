@@ -58,10 +58,19 @@ class Solution:
     """What :attr:`memory` is made of: states, kept, operator, gathered."""
     widest: Node | None = None
     """The operator that needs most at hand while it runs backward."""
+    between: float = 0.0
+    """Seconds of a step in which a rank waits for what its neighbours send, of one stage a rank."""
+    schedule: str = "1F1B:1"
+    """Of a pipeline: torch's name, and stages on a rank."""
+    solved: float = 0.0
+    """Seconds under 1F1B, of which :attr:`bound` speaks."""
+
+    def __post_init__(self) -> None:
+        self.solved = self.seconds
 
     @property
     def gap(self) -> float:
-        return max(0.0, self.seconds / self.bound - 1) if self.bound else 0.0
+        return max(0.0, self.solved / self.bound - 1) if self.bound else 0.0
 
 
 class Program:
@@ -335,7 +344,8 @@ class Program:
                 parts["recompute"] += move.weight(self.share) * L.microbatches * redo
                 kept += move.weight(self.share) * bytes_kept
                 moved.append((move, p, t, forth + back + redo, bytes_kept))
-        parts["collectives"] += self.between_stages()
+        between = self.between_stages()
+        parts["collectives"] += between
         steady = parts["compute"] + parts["recompute"] + parts["collectives"]
         parts["bubble"] = steady * (L.pp - 1) / L.microbatches
         parts["exposed"] = sum(max(0.0, x) for pair in hide.values() for x in pair) * (
@@ -359,6 +369,7 @@ class Program:
             parts,
             stored,
             widest,
+            between,
         )
 
     def between_stages(self) -> float:

@@ -101,6 +101,7 @@ class _Emitter:
             "gather": gather,
             "recompute": L.recompute if L.recompute != "none" else None,
             "microbatches": L.microbatches,
+            "schedule": self.solution.schedule if L.pp > 1 else None,
             "keep_whole": bool(paddings(self.problem, self.solution)),
         }
         return results, list(dict.fromkeys(self.wrong))

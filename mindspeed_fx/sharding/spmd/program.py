@@ -24,8 +24,9 @@ from mindspeed_fx.graph.annotate import bodies
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.kernels.sharding import register_sharding_rules
 from mindspeed_fx.report.source import source_line
+from mindspeed_fx.sharding.between_stages import placements_between
 from mindspeed_fx.sharding.constraint import constrain
-from mindspeed_fx.sharding.plan import Plan, ShardingError, matching, placement_of
+from mindspeed_fx.sharding.plan import Plan, ShardingError, matching
 from mindspeed_fx.sharding.spmd import (
     aten_rules,
     losses,
@@ -40,9 +41,10 @@ from mindspeed_fx.sharding.spmd import (
 )
 from mindspeed_fx.sharding.spmd import experts as experts_spmd
 from mindspeed_fx.sharding.spmd.expected_collectives import ExpectedCollectives
+from mindspeed_fx.sharding.spmd.kept_parameter import kept_parameter
 from mindspeed_fx.sharding.spmd.kept_whole import KeptWhole
 from mindspeed_fx.sharding.spmd.parts import run_whole
-from mindspeed_fx.sharding.spmd.redistribute import flatten, placements_of, reshape, reshape_as, unflatten
+from mindspeed_fx.sharding.spmd.redistribute import flatten, reshape, reshape_as, unflatten
 from mindspeed_fx.sharding.spmd.static_masks import ATTENTION, known_masks
 
 aten = torch.ops.aten
@@ -65,25 +67,18 @@ class Value:
     """Why it is not divided as the plan says."""
 
 
-def _kept_parameter(value: Value, plan: Plan, mesh: DeviceMesh) -> str:
-    """Why a parameter is whole where the plan divides it; "" for others."""
-    if not value.parameter or not plan.keep_whole:
-        return ""
-    where = f'parameter "{value.name}" of shape {tuple(value.shape)}'
-    wanted = placements_of(placement_of(plan.parameters, value.name, "parameter"), mesh, len(value.shape), where)
-    dims = [
-        f'"{mesh.mesh_dim_names[i]}"'
-        for i, p in enumerate(wanted)
-        if dtensor.is_divided(p) and value.placements[i].is_replicate()
-    ]
-    return f"{where}: the ranks of {', '.join(dims)} cannot share it evenly" if dims else ""
-
-
 class Program(torch.nn.Module):
-    """``forward(*local tensors)`` -> whole results; traced by AOTAutograd, or run as it is."""
+    """``forward(*local tensors)`` -> whole results; traced by AOTAutograd, or run as it is.
 
-    def __init__(self, graph: fx.GraphModule, plan: Plan, mesh: DeviceMesh, values: list[Value | None]):
+    Args:
+        hands_on: results go to the next stage of a pipeline, in parts.
+    """
+
+    def __init__(
+        self, graph: fx.GraphModule, plan: Plan, mesh: DeviceMesh, values: list[Value | None], hands_on: bool = False
+    ):
         super().__init__()
+        self.hands_on = hands_on
         register_sharding_rules()
         strided_shards.count_strided_shards_for_real()
         strided_shards.price_strided_shards_plainly()
@@ -96,7 +91,7 @@ class Program(torch.nn.Module):
         written = next((n for n in map(padded_rules.writes_elsewhere, (graph, *bodies(graph))) if n is not None), None)
         self.kept.pads = written is None
         for value in values:
-            if value is not None and (reason := value.kept or _kept_parameter(value, plan, mesh)):
+            if value is not None and (reason := value.kept or kept_parameter(value, plan, mesh)):
                 self.kept.note(reason)
         if written is not None and any(v is not None and self._is_uneven(v) for v in values):
             self.kept.note(f"{_where(written)}: {written.target} writes in place, so that nothing is padded")
@@ -167,7 +162,8 @@ class Program(torch.nn.Module):
         return x
 
     def _leave(self, x: DTensor) -> torch.Tensor:
-        return x.redistribute(placements=[Replicate()] * self.mesh.ndim).to_local()
+        parts = placements_between(self.plan, self.mesh, x.shape) if self.hands_on else None
+        return x.redistribute(placements=parts or [Replicate()] * self.mesh.ndim).to_local()
 
 
 class _Planned(fx.Interpreter):

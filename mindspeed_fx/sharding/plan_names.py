@@ -1,0 +1,21 @@
+"""Globs of a plan beside the names of a model."""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import Iterable
+
+from mindspeed_fx.errors import nearest
+from mindspeed_fx.sharding.plan import ShardingError
+
+
+def check_patterns(patterns: Iterable[str], names: Iterable[str], what: str, plan: str) -> None:
+    """Refuse patterns that name nothing.
+
+    Raises:
+        ShardingError: with the nearest name.
+    """
+    names = list(names)
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise ShardingError(f'plan "{plan}" names no {what}: "{pattern}"{nearest(pattern, names)}')
