@@ -92,7 +92,15 @@ def test_a_backward_that_cannot_be_taken_apart_makes_all_at_once(monkeypatch):
 def test_encoder_and_decoder_of_hugging_face():
     transformers = pytest.importorskip("transformers")
     config = transformers.T5Config(
-        vocab_size=64, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_decoder_layers=2, num_heads=4, dropout_rate=0.0
+        vocab_size=64,
+        d_model=16,
+        d_kv=4,
+        d_ff=32,
+        num_layers=2,
+        num_decoder_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
     )
 
     class Step(torch.nn.Module):
