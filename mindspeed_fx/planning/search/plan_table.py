@@ -16,7 +16,7 @@ def format_plan(plan: Any) -> str:
     head = (
         f"modelled for {plan.searched.devices} x {hw.name} ({hw.basis}), at most "
         f"{plan.searched.memory / GiB:.1f} GiB a device; certified: no plan of {o.layouts} meshes is faster by "
-        f"more than {100 * plan.gap:.2f} %"
+        f"more than {100 * plan.gap:.2f} %{', of pipelines under 1F1B' * (plan.layout.pp > 1)}"
     )
     lines = [
         head,
