@@ -174,5 +174,9 @@ def test_a_plan_says_its_schedule_and_keeps_it(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"pp": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "dp": 2}])
 def test_what_a_search_chose_runs(sizes, tmp_path):
-    count = 2 * len(sizes)
-    ranks.spawn(virtual_ranks.searched_worker, (str(tmp_path / "store"), sizes), nprocs=count)
+    plan = mindspeed_fx.plan(*large(layers=4, batch=8), mesh=sizes, hardware="ascend910b2")
+    name, virtual = plan.schedule.split(":")
+    assert int(virtual) > 1 and plan.microbatches > 1 and not plan.unsupported
+    kinds = [(f"Schedule{name}", "dense")]
+    how = (str(tmp_path / "store"), plan.sizes, plan, kinds, virtual_ranks.EAGER)
+    ranks.spawn(virtual_ranks.worker, how, nprocs=2 * len(sizes))

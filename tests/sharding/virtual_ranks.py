@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -76,7 +77,7 @@ def batch(rows: int = 8, length: int = 16) -> dict[str, torch.Tensor]:
     return {name: torch.randint(0, 60, (rows, length), generator=generator) for name in ("ids", "labels")}
 
 
-def worker(rank: int, store: str, sizes: dict[str, int], plan: str | None, kinds: list, options: dict) -> None:
+def worker(rank: int, store: str, sizes: dict[str, int], plan: Any, kinds: list, options: dict) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -85,27 +86,8 @@ def worker(rank: int, store: str, sizes: dict[str, int], plan: str | None, kinds
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     for schedule, model in kinds:
-        step_equals_one_device(mesh, plan, schedule, model, options)
+        step_equals_one_device(mesh, plan, schedule, model, options, getattr(plan, "microbatches", None) or 4)
         dist.barrier()
-    dist.destroy_process_group()
-
-
-def searched_worker(rank: int, store: str, sizes: dict[str, int]) -> None:
-    """The stages, schedule and microbatches that a search chose."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from tests.sharding.test_search import large
-
-    torch.set_num_threads(1)
-    plan = mindspeed_fx.plan(*large(layers=4, batch=8), mesh=sizes, hardware="ascend910b2")
-    world = math.prod(sizes.values())
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
-    mesh = init_device_mesh("cpu", tuple(plan.sizes.values()), mesh_dim_names=tuple(plan.sizes))
-    name, virtual = plan.schedule.split(":")
-    assert int(virtual) > 1 and plan.microbatches > 1 and not plan.unsupported
-    step_equals_one_device(mesh, plan, f"Schedule{name}", "dense", EAGER, plan.microbatches)
-    dist.barrier()
     dist.destroy_process_group()
 
 
