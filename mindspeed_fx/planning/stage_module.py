@@ -201,13 +201,15 @@ class Trace:
                 f"schedule.step({missing[0]}=...)"
             )
         values = [(n, arguments[n]) for n in self.names or arguments]
-        return training, *((n, tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else (n, v) for n, v in values)
+        return training, *(
+            (n, tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else (n, repr(v)) for n, v in values
+        )
 
     def run(self, arguments: dict[str, Any], training: bool) -> None:
         """Trace and compile for these arguments of a microbatch: one more program of every stage.
 
         Raises:
-            ShardingError: the model is gone; see :func:`mindspeed_fx.pipeline_stages`.
+            ShardingError: the model is gone; an argument that holds tensors; see :func:`mindspeed_fx.pipeline_stages`.
         """
         model = self.model()
         if model is None:
@@ -216,13 +218,11 @@ class Trace:
                 "another mode: keep the model where they change"
             )
         self.names = self.names or list(arguments)
-        arguments = {n: arguments[n] for n in self.names}
-        kind, inputs = (
-            self.kind(arguments, training),
-            {id(value): name for name, value in arguments.items() if isinstance(value, torch.Tensor)},
-        )
+        arguments = {n: _own(n, arguments[n]) for n in self.names}
+        kind = self.kind(arguments, training)
+        inputs = {id(value): name for name, value in arguments.items() if isinstance(value, torch.Tensor)}
         wrong: list[BaseException] = []
-        before, gradients = model.training, [(p, p.grad) for p in model.parameters() if p.grad is not None]
+        modes, gradients = [(m, m.training) for m in model.modules()], [(p, p.grad) for p in model.parameters()]
 
         def backend(gm: fx.GraphModule, fakes: Sequence[Any]) -> Callable:
             try:
@@ -248,7 +248,8 @@ class Trace:
 
         torch._dynamo.reset()  # a graph of this code with other sizes would make Dynamo's sizes symbols
         try:
-            model.train(training)
+            if model.training != training:
+                model.train(training)
             for p, _ in gradients:  # Dynamo would make fake tensors of them, and cannot of one that is being summed
                 p.grad = None
             with torch.enable_grad(), tracing.in_one_graph(ShardingError, "pipeline_stages"):
@@ -260,7 +261,8 @@ class Trace:
                 raise wrong[0] from None
             raise
         finally:
-            model.train(before)
+            for module, mode in modes:
+                module.training = mode
             for p, gradient in gradients:
                 p.grad = gradient
             torch._dynamo.reset()
@@ -302,6 +304,22 @@ class Trace:
         """What goes between two stages of what they compute, whether a plan divides each; there is no second one at the
         ends of the pipeline."""
         return self.part_of if self.part_of is not None and len(divided) == 2 and all(divided) else _whole
+
+
+def _own(name: str, value: Any) -> Any:
+    """An argument of a trace: each a tensor of its own, for Dynamo makes one input of one that comes twice.
+
+    Raises:
+        ShardingError: tensors inside of it, which the graph would hold as they are now.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if any(isinstance(x, torch.Tensor) for x in torch.utils._pytree.tree_leaves(value)):
+        raise ShardingError(
+            f'argument "{name}" is a {type(value).__name__} that holds tensors; stages take tensors as arguments with '
+            "names of their own"
+        )
+    return value
 
 
 def _values_of(program: Program, positions: list[int]) -> list[torch.Tensor]:

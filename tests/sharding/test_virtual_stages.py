@@ -153,6 +153,33 @@ def test_stages_whose_model_is_gone_say_so():
         first.select({"ids": given["ids"]})
 
 
+class Frozen(torch.nn.Module):
+    """Dropout in both layers; scales that come in a list, or as they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)) for _ in range(2)
+        )
+
+    def forward(self, x, scale):
+        for layer in self.layers:
+            x = layer(x) * (scale[0] if isinstance(scale, list) else scale)
+        return x.sum()
+
+
+def test_modules_keep_their_modes_and_arguments_are_told_apart():
+    model, x, scale = Frozen().double(), torch.rand(3, 4).double(), torch.rand(3, 4).double()
+    for layer in model.layers:
+        layer.eval()
+    parts = stages(model, 2, (x, x), options=virtual_ranks.EAGER)  # one tensor for both
+    assert model.training and not any(layer.training for layer in model.layers)
+    found = parts[1](parts[0](x=x, scale=scale), x=x, scale=scale)
+    assert (found - model(x, scale)).abs() <= 1e-10 * found.abs()
+    with pytest.raises(ShardingError, match='argument "scale" is a list that holds tensors'):
+        stages(model, 2, (x, [x]), options=virtual_ranks.EAGER)
+
+
 class Numbered(Translation):
     """Layers in a dictionary, as torchtitan's."""
 
