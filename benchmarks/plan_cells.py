@@ -64,7 +64,10 @@ def traced(name: str, devices: int, memory: str, **sizes: Any) -> Cell:
     except ShardingError as error:
         result.refused = str(error)
         return result
-    result.best, result.failures = f"{hit.seconds * 1e3:.0f} ms, {hit.memory / 2**30:.1f} GiB: {hit.layout}", hit.refused
+    result.best, result.failures = (
+        f"{hit.seconds * 1e3:.0f} ms, {hit.memory / 2**30:.1f} GiB: {hit.layout}",
+        hit.refused,
+    )
     for other in hit.alternatives:
         assert isinstance(other, SearchedPlan)
         if other.unsupported:
@@ -91,7 +94,9 @@ def main() -> None:
         )
         for which, why in cell.failures.items():
             print(f"    {which}: {why}", flush=True)
-    print(f"{len(CELLS)} cells: {plans} plans traced, {failed} failed, {unsupported} unsupported; nothing fits in {none}")
+    print(
+        f"{len(CELLS)} cells: {plans} plans traced, {failed} failed, {unsupported} unsupported; nothing fits in {none}"
+    )
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ With codegen "inductor" the steps sit in Inductor's hooks (one composite object 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from typing import Any, Callable, Sequence
@@ -127,7 +128,6 @@ class Compilation:
                     f'option "data_parallel" is "{self.options.data_parallel}", and the model is parallelized: its '
                     "plan reduces gradients"
                 )
-            self.record.effective["caches"] = "off: the model is parallelized"
             if self.options.optimizer:
                 raise OptionError(
                     'option "optimizer" is "backward", and the model is parallelized: its parameters are parts, which '
@@ -180,7 +180,7 @@ class Compilation:
                 inputs,
                 inner=self.run_inductor,
                 config=config,
-                caches=self.caches and not plan,
+                caches=self.caches,
                 decompositions=table,
                 **hooks,
             )
@@ -301,6 +301,8 @@ class Compilation:
     def finish_side(self, gm: fx.GraphModule, side: str) -> None:
         """Partitioned passes and lowering of one forward, backward or inference graph."""
         inductor = self.options.codegen == "inductor"
+        if self.sharding is not None and self.generates:
+            self.sharding.rename_groups(gm)
         if self.options.count_flops and side not in self.work:
             self.work[side] = flop_count.count(gm)
         direction = "backward" if side == "backward" else "forward"
@@ -342,7 +344,8 @@ class Compilation:
                 self.finish_side(gm, side)
             if recorder.is_modelling():
                 return inductor_compat.box_arguments(gm)
-            with recorder.record_codegen(self.record):
+            once = inductor_compat.compiled_once(gm, inputs) if self.sharding is not None and self.caches else None
+            with once or contextlib.nullcontext(), recorder.record_codegen(self.record):
                 compiled = compile(gm, inputs, **kwargs)
         self.record.kernels[side] = inductor_compat.kernel_nodes()
         return compiled

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Iterator, Sequence
 
 import torch
 import torch.fx as fx
 
-from mindspeed_fx.compat import fx_graph
+from mindspeed_fx.compat import distributed, fx_graph
 from mindspeed_fx.compat import tracing as tracing_compat
 from mindspeed_fx.graph.annotate import bodies
+from mindspeed_fx.graph.collectives import rename_groups
 from mindspeed_fx.graph.op_sets import draws
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.sharding.constraint import operands
@@ -36,8 +37,15 @@ class ParallelizedGraph:
     """Placeholder -> name of the model's argument of which a rank passes its part, and the whole of it (fake)."""
     prefix: str = ""
     """Path of the parallelized model in the compiled one, with a dot."""
+    groups: dict[str, str] = field(default_factory=dict)
+    """Process group of a mesh dimension -> its second name."""
     program: Any = None
     """The local program, once there is one: its ``traffic`` is what its edges need."""
+
+    def rename_groups(self, gm: fx.GraphModule) -> None:
+        """Call the process groups of the mesh in ``gm`` by names that are alike on every rank and in every start
+        (:func:`mindspeed_fx.compat.distributed.name_groups`), so that compile caches may know graphs by them."""
+        rename_groups(gm, self.groups)
 
     @property
     def plan(self) -> Any:
@@ -153,25 +161,57 @@ def localize(
     from torch.distributed.tensor import DTensor
 
     from mindspeed_fx.compat import dtensor, graph_inputs
-    from mindspeed_fx.sharding.inputs import InputCheck
+    from mindspeed_fx.sharding.inputs import InputCheck, is_cut_outside, own_part
     from mindspeed_fx.sharding.spmd.program import Program
 
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    _check_changing_sizes(inputs, result)
     values = [_value(n, x, result) for n, x in zip(placeholders, inputs, strict=True)]
     random_call = next((n for graph in (gm, *bodies(gm)) for n in graph.graph.nodes if draws(n)), None)
     check = InputCheck(result.sharding, arguments_of(placeholders, inputs, values, result), inputs, random_call)
-    program = result.program = Program(gm, result.plan, result.sharding.mesh, values)
+    mesh = result.sharding.mesh
+    cuts = {i: v for i, (n, x, v) in enumerate(zip(placeholders, inputs, values)) if is_cut_outside(n, x, v, result)}
+    values = [replace(v, part=True) if i in cuts else v for i, v in enumerate(values)]
+    program = result.program = Program(gm, result.plan, mesh, values)
+    result.groups = distributed.name_groups(mesh)
+    program.place = f"{distributed.mesh_text(mesh)} {mesh.get_coordinate()}"
     local = graph_inputs.of_fixed_sizes(gm, [x.to_local() if isinstance(x, DTensor) else None for x in inputs])
     local = [x if part is None else part.requires_grad_(x.requires_grad) for x, part in zip(inputs, local)]
+    local = [own_part(x, cuts[i].placements, mesh) if i in cuts else x for i, x in enumerate(local)]
 
     def wrap(compiled: Callable) -> Callable:
         def run(*args: Any) -> Any:
             check(args)
-            return compiled(*(a.to_local() if isinstance(a, DTensor) else a for a in args))
+            own = [a.to_local() if isinstance(a, DTensor) else a for a in args]
+            for i, value in cuts.items():
+                own[i] = own_part(own[i], value.placements, mesh)
+            return compiled(*own)
 
         return run
 
     return dtensor.as_graph(program, gm), local, wrap
+
+
+def _check_changing_sizes(inputs: Sequence[Any], result: ParallelizedGraph) -> None:
+    """Refuse symbolic sizes under plans that say what goes where by the length of the sequence, or sort tokens, and of
+    arguments of which a rank passes its part.
+
+    Raises:
+        ShardingError: with the part of the plan.
+    """
+    sizes = [n for x in inputs for n in (x.shape if isinstance(x, torch.Tensor) else [x])]
+    if not any(isinstance(n, torch.SymInt) for n in sizes):
+        return
+    plan = result.plan
+    edges = [(name, p) for name, edge in plan.operators.items() for p in edge.arguments.values() if "attention" in name]
+    along = next((name for name, placed in edges if "S(2)" in placed.values()), None)
+    what = f'"{along}" divides the sequence' if along else "tokens are sent to experts" if plan.experts else None
+    what = what or ('inputs="local" passes parts' if result.parts else None)
+    if what is not None:
+        raise ShardingError(
+            f'plan "{plan.name}": {what}, which takes fixed sizes: torch.compile(..., dynamic=False) compiles once for '
+            "each size, so pad batches to a few; sizes may change under zero1 to zero3, tp, tp_sp and ulysses"
+        )
 
 
 @contextlib.contextmanager
@@ -193,17 +233,8 @@ def tracing(result: ParallelizedGraph | None) -> Iterator[None]:
 
 def _value(node: fx.Node, x: Any, result: ParallelizedGraph) -> Any:
     """How the program takes one input."""
-    if isinstance(x, torch.SymInt):
-        raise ShardingError(
-            f"input {node.name} is a symbolic size; a plan needs fixed sizes: torch.compile(..., dynamic=False)"
-        )
     if not isinstance(x, torch.Tensor):
         return None
-    if any(isinstance(s, torch.SymInt) for s in x.shape):
-        raise ShardingError(
-            f"input {node.name} has symbolic sizes {tuple(x.shape)}; a plan needs fixed sizes: torch.compile(..., "
-            "dynamic=False)"
-        )
     if node.name in result.inputs:
         return parameter_value(x, result.inputs[node.name])
     if tracing_compat.wraps_tensors(x):

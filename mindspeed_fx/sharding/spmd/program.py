@@ -15,17 +15,17 @@ from typing import Any, Callable, Iterator
 import torch
 import torch.fx as fx
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
-from mindspeed_fx.compat import autocast, dtensor, packed_shards, strided_shards, tracing
+from mindspeed_fx.compat import autocast, dtensor, dynamo, packed_shards, strided_shards, tracing
 from mindspeed_fx.errors import OptionError
 from mindspeed_fx.graph.annotate import bodies
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.kernels.sharding import register_sharding_rules
 from mindspeed_fx.report.source import source_line
 from mindspeed_fx.sharding.constraint import constrain
-from mindspeed_fx.sharding.plan import Plan, ShardingError, matching, placement_of
+from mindspeed_fx.sharding.plan import Plan, ShardingError, matching
 from mindspeed_fx.sharding.spmd import (
     aten_rules,
     losses,
@@ -42,41 +42,12 @@ from mindspeed_fx.sharding.spmd import experts as experts_spmd
 from mindspeed_fx.sharding.spmd.expected_collectives import ExpectedCollectives
 from mindspeed_fx.sharding.spmd.kept_whole import KeptWhole
 from mindspeed_fx.sharding.spmd.parts import run_whole
-from mindspeed_fx.sharding.spmd.redistribute import flatten, placements_of, reshape, reshape_as, unflatten
+from mindspeed_fx.sharding.spmd.program_inputs import Value, kept_parameter
+from mindspeed_fx.sharding.spmd.program_key import program_key
+from mindspeed_fx.sharding.spmd.redistribute import flatten, reshape, reshape_as, unflatten
 from mindspeed_fx.sharding.spmd.static_masks import ATTENTION, known_masks
 
 aten = torch.ops.aten
-
-
-@dataclass
-class Value:
-    """How one input of the program becomes a DTensor."""
-
-    placements: tuple[Placement, ...]
-    """Of the local tensor that is given; for inputs of the model, given whole, what it is divided to."""
-    shape: torch.Size
-    stride: tuple[int, ...]
-    parameter: bool
-    name: str = ""
-    """Of the parameter, or of an input of which each rank gives its part."""
-    part: bool = False
-    """Whether an input of the model is given as the part that ``placements`` say."""
-    kept: str = ""
-    """Why it is not divided as the plan says."""
-
-
-def _kept_parameter(value: Value, plan: Plan, mesh: DeviceMesh) -> str:
-    """Why a parameter is whole where the plan divides it; "" for others."""
-    if not value.parameter or not plan.keep_whole:
-        return ""
-    where = f'parameter "{value.name}" of shape {tuple(value.shape)}'
-    wanted = placements_of(placement_of(plan.parameters, value.name, "parameter"), mesh, len(value.shape), where)
-    dims = [
-        f'"{mesh.mesh_dim_names[i]}"'
-        for i, p in enumerate(wanted)
-        if dtensor.is_divided(p) and value.placements[i].is_replicate()
-    ]
-    return f"{where}: the ranks of {', '.join(dims)} cannot share it evenly" if dims else ""
 
 
 class Program(torch.nn.Module):
@@ -90,18 +61,24 @@ class Program(torch.nn.Module):
         strided_shards.redistribute_strided_shards_in_order()
         object.__setattr__(self, "graph", graph)
         self.plan, self.mesh, self.values = plan, mesh, values
+        self.place = ""
+        """The mesh and this rank in it, as text; "" where no cache asks."""
         object.__setattr__(self, "known", known_masks(graph))
         object.__setattr__(self, "traffic", ExpectedCollectives(mesh))
         object.__setattr__(self, "kept", KeptWhole(plan.keep_whole))
         written = next((n for n in map(padded_rules.writes_elsewhere, (graph, *bodies(graph))) if n is not None), None)
         self.kept.pads = written is None
         for value in values:
-            if value is not None and (reason := value.kept or _kept_parameter(value, plan, mesh)):
+            if value is not None and (reason := value.kept or kept_parameter(value, plan, mesh)):
                 self.kept.note(reason)
         if written is not None and any(v is not None and self._is_uneven(v) for v in values):
             self.kept.note(f"{_where(written)}: {written.target} writes in place, so that nothing is padded")
         self.stages = {mesh.mesh_dim_names.index(name): stage for name, stage in plan.gather.items()}
         self.data = [dim for dim, stage in self.stages.items() if stage != "never"]
+
+    def __reduce__(self) -> tuple:
+        """Compile caches hash the pickle."""
+        return str, (program_key(self.graph, self.plan, self.place, self.values),)
 
     def forward(self, *local: Any) -> Any:
         traffic = ExpectedCollectives(self.mesh)
@@ -366,7 +343,7 @@ def differentiating(program: Callable[[], Program | None]) -> Iterator[None]:
         raise
     except Exception as e:
         result = program()
-        if result is None or not result.traffic.backward:
+        if result is None or not result.traffic.backward or dynamo.starts_over(e):
             raise
         raise ShardingError(f"{result.traffic.backward} cannot be computed in parts ({_line(e)}); {REMEDY}") from e
 
