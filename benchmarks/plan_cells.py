@@ -64,10 +64,8 @@ def traced(name: str, devices: int, memory: str, **sizes: Any) -> Cell:
     except ShardingError as error:
         result.refused = str(error)
         return result
-    result.best, result.failures = (
-        f"{hit.seconds * 1e3:.0f} ms, {hit.memory / 2**30:.1f} GiB: {hit.layout}",
-        hit.refused,
-    )
+    result.best = f"{hit.seconds * 1e3:.0f} ms, {hit.memory / 2**30:.1f} GiB: {hit.layout}"
+    result.failures = hit.refused
     for other in hit.alternatives:
         assert isinstance(other, SearchedPlan)
         if other.unsupported:
@@ -94,9 +92,8 @@ def main() -> None:
         )
         for which, why in cell.failures.items():
             print(f"    {which}: {why}", flush=True)
-    print(
-        f"{len(CELLS)} cells: {plans} plans traced, {failed} failed, {unsupported} unsupported; nothing fits in {none}"
-    )
+    found = f"{plans} plans traced, {failed} failed, {unsupported} unsupported; nothing fits in {none}"
+    print(f"{len(CELLS)} cells: {found}")
 
 
 if __name__ == "__main__":

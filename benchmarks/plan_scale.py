@@ -20,8 +20,6 @@ import subprocess
 import sys
 import tempfile
 
-import torch
-
 from benchmarks import common
 
 TP = 4
@@ -35,6 +33,7 @@ def busy() -> float:
 
 def child(ranks: int, layers: int, codegen: str) -> None:
     """One process: user seconds of the first step."""
+    import torch
     import torch._inductor.compile_fx  # noqa: F401
     from torch.distributed.device_mesh import init_device_mesh
 

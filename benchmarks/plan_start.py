@@ -19,8 +19,6 @@ import subprocess
 import sys
 import tempfile
 
-import torch
-
 from benchmarks import common
 
 
@@ -31,6 +29,7 @@ def busy() -> float:
 
 def child(layers: int, dim: str, plan: str, rank: int, store: str) -> None:
     """One rank: seconds of its first step, and hits and misses."""
+    import torch
     import torch._inductor.compile_fx  # noqa: F401
     from torch._dynamo.utils import counters
     from torch.distributed.device_mesh import init_device_mesh
@@ -79,9 +78,7 @@ def start(layers: int, dim: str, plan: str, cache: str) -> list:
 
 
 def main(depths: list[int], rounds: int, plans: list[str]) -> None:
-    common.header(
-        "first step in new processes, user processor seconds of all ranks, caches empty and of a start before"
-    )
+    common.header("first step in new processes, user processor seconds of all ranks, caches empty and full")
     for layers in depths:
         for word in ("", *plans):
             dim, _, plan = word.partition(":")
