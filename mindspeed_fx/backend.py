@@ -180,7 +180,7 @@ class Compilation:
                 inputs,
                 inner=self.run_inductor,
                 config=config,
-                caches=self.caches,
+                caches=self.caches and (plan is None or plan.is_cacheable),
                 decompositions=table,
                 **hooks,
             )
@@ -344,8 +344,9 @@ class Compilation:
                 self.finish_side(gm, side)
             if recorder.is_modelling():
                 return inductor_compat.box_arguments(gm)
-            once = inductor_compat.compiled_once(gm, inputs) if self.sharding is not None and self.caches else None
-            with once or contextlib.nullcontext(), recorder.record_codegen(self.record):
+            shares = self.caches and self.sharding is not None and self.sharding.is_cacheable
+            once = inductor_compat.compiled_once(gm, inputs) if shares else contextlib.nullcontext()
+            with once, recorder.record_codegen(self.record):
                 compiled = compile(gm, inputs, **kwargs)
         self.record.kernels[side] = inductor_compat.kernel_nodes()
         return compiled

@@ -110,7 +110,8 @@ def name_groups(mesh: Any) -> dict[str, str]:
 
     A group's own name is a count of the groups that a process has made: ranks in other groups of one dimension have
     other names for it, and in the next start a name may be another group's. The second name says the mesh and the
-    dimension: the same on every rank and in every start, and every rank finds its own group by it.
+    dimension: the same on every rank and in every start, and every rank finds its own group by it. Groups of symmetric
+    memory, which is known by their own name, get none.
     """
     import hashlib
 
@@ -120,6 +121,8 @@ def name_groups(mesh: Any) -> dict[str, str]:
     names = {}
     for i in range(mesh.ndim):
         group = mesh.get_group(i)
+        if has_symmetric_memory(group.group_name):
+            continue
         name = f"mindspeed_fx.{(mesh.mesh_dim_names or range(mesh.ndim))[i]}.{digest}"
         try:
             known = distributed_c10d._resolve_process_group(name)

@@ -321,7 +321,7 @@ def compiled_once(gm: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
     text = "\n".join([gm.print_readable(print_output=False, include_device=True), *shown])
     folder = os.path.join(cache_directory(), "mindspeed_fx-once")
     os.makedirs(folder, exist_ok=True)
-    lock = FileLock(os.path.join(folder, f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.lock"), timeout=WAIT)
+    lock: Any = FileLock(os.path.join(folder, f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.lock"), timeout=WAIT)
     try:
         lock.acquire()
     except TimeoutError:

@@ -42,6 +42,11 @@ class ParallelizedGraph:
     program: Any = None
     """The local program, once there is one: its ``traffic`` is what its edges need."""
 
+    @property
+    def is_cacheable(self) -> bool:
+        """Whether every process group has a name by which another start finds it."""
+        return len(self.groups) == self.sharding.mesh.ndim
+
     def rename_groups(self, gm: fx.GraphModule) -> None:
         """Call the process groups of the mesh in ``gm`` by names that are alike on every rank and in every start
         (:func:`mindspeed_fx.compat.distributed.name_groups`), so that compile caches may know graphs by them."""

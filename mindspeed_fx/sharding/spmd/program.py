@@ -80,6 +80,9 @@ class Program(torch.nn.Module):
         """Compile caches hash the pickle."""
         return str, (program_key(self.graph, self.plan, self.place, self.values),)
 
+    def __deepcopy__(self, memo: dict) -> "Program":
+        return self
+
     def forward(self, *local: Any) -> Any:
         traffic = ExpectedCollectives(self.mesh)
         object.__setattr__(self, "traffic", traffic)  # of the last trace: the same as of those before
