@@ -1,4 +1,4 @@
-"""Every plan of the tables that searches return traces on fake ranks: models x devices x memory (benchmarks/plan_cells).
+"""Every plan of the tables that searches return traces on fake ranks: models x devices x memory (plan_cells).
 
 The usual suite takes a shallow model of each family; the slow one all sixty cells.
 """
