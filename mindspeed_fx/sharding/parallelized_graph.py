@@ -210,7 +210,8 @@ def _check_changing_sizes(inputs: Sequence[Any], result: ParallelizedGraph) -> N
     plan = result.plan
     edges = [(name, p) for name, edge in plan.operators.items() for p in edge.arguments.values() if "attention" in name]
     along = next((name for name, placed in edges if "S(2)" in placed.values()), None)
-    what = f'"{along}" divides the sequence' if along else "tokens are sent to experts" if plan.experts else None
+    what = f'"{along}" divides the sequence' if along else None
+    what = what or ("experts are divided" if plan.experts or "ep" in plan.mesh else None)
     what = what or ('inputs="local" passes parts' if result.parts else None)
     if what is not None:
         raise ShardingError(
