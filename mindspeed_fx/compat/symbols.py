@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Iterator
+import functools
+from typing import Any, Callable, Iterator
 
 import sympy
 import torch
@@ -45,3 +46,17 @@ def without_guards(gm: fx.GraphModule) -> Iterator[None]:
 def _shape_env(value: Any) -> Any:
     sizes = [value] if isinstance(value, torch.SymInt) else value.shape if isinstance(value, torch.Tensor) else ()
     return next((s.node.shape_env for s in sizes if isinstance(s, torch.SymInt)), None)
+
+
+def untraced(function: Callable) -> Callable:
+    """Decorator: what ``function`` computes of sizes decides, and is no part of the program that is traced; sizes of
+    the captured graph are not known to the trace."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+        with disable_proxy_modes_tracing():
+            return function(*args, **kwargs)
+
+    return run

@@ -65,11 +65,12 @@ def whole_input(x: torch.Tensor, key: str) -> torch.Tensor:
 def show_inputs_whole(model: nn.Module, number: int) -> None:
     """Make ``model`` take each rank's part of its tensor arguments, also of those in lists, tuples and dictionaries."""
     names, rest = argument_names(model.forward)
+    prefix = f"{number}:"  # a number would be a symbol with dynamic=True
 
     def show(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         arguments = [*names[: len(args)], *(f"{rest}_{i}" for i in range(len(args) - len(names)))]
-        by_name = {name: _each(x, name.lower(), number) for name, x in kwargs.items()}
-        return tuple(_each(x, name, number) for x, name in zip(args, arguments)), by_name
+        by_name = {name: _each(x, name.lower(), prefix) for name, x in kwargs.items()}
+        return tuple(_each(x, name, prefix) for x, name in zip(args, arguments)), by_name
 
     model.register_forward_pre_hook(show, with_kwargs=True)
 
@@ -81,13 +82,13 @@ def argument_names(function: Callable) -> tuple[list[str], str]:
     return names, next((p.name.lower() for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
 
 
-def _each(x: Any, name: str, number: int) -> Any:
+def _each(x: Any, name: str, prefix: str) -> Any:
     if isinstance(x, torch.Tensor):
-        return whole_input(x, f"{number}:{name}")
+        return whole_input(x, prefix + name)
     if type(x) in (list, tuple):
-        return type(x)([_each(v, f"{name}_{i}", number) for i, v in enumerate(x)])
+        return type(x)([_each(v, f"{name}_{i}", prefix) for i, v in enumerate(x)])
     if type(x) is dict:
-        return {k: _each(v, f"{name}_{k}".lower(), number) for k, v in x.items()}
+        return {k: _each(v, f"{name}_{k}".lower(), prefix) for k, v in x.items()}
     return x
 
 

@@ -170,7 +170,7 @@ def localize(
     from mindspeed_fx.sharding.spmd.program import Program
 
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    _check_changing_sizes(inputs, result)
+    _check_changing_sizes(inputs, result.plan)
     values = [_value(n, x, result) for n, x in zip(placeholders, inputs, strict=True)]
     random_call = next((n for graph in (gm, *bodies(gm)) for n in graph.graph.nodes if draws(n)), None)
     check = InputCheck(result.sharding, arguments_of(placeholders, inputs, values, result), inputs, random_call)
@@ -197,26 +197,20 @@ def localize(
     return dtensor.as_graph(program, gm), local, wrap
 
 
-def _check_changing_sizes(inputs: Sequence[Any], result: ParallelizedGraph) -> None:
-    """Refuse symbolic sizes under plans that say what goes where by the length of the sequence, or sort tokens, and of
-    arguments of which a rank passes its part.
+def _check_changing_sizes(inputs: Sequence[Any], plan: Any) -> None:
+    """Refuse symbolic sizes under plans that divide the arguments, or experts.
 
     Raises:
-        ShardingError: with the part of the plan.
+        ShardingError: with what the plan divides.
     """
     sizes = [n for x in inputs for n in (x.shape if isinstance(x, torch.Tensor) else [x])]
     if not any(isinstance(n, torch.SymInt) for n in sizes):
         return
-    plan = result.plan
-    edges = [(name, p) for name, edge in plan.operators.items() for p in edge.arguments.values() if "attention" in name]
-    along = next((name for name, placed in edges if "S(2)" in placed.values()), None)
-    what = f'"{along}" divides the sequence' if along else None
-    what = what or ("experts are divided" if plan.experts or "ep" in plan.mesh else None)
-    what = what or ('inputs="local" passes parts' if result.parts else None)
+    what = "arguments" if plan.inputs else "experts" if plan.experts or "ep" in plan.mesh else None
     if what is not None:
         raise ShardingError(
-            f'plan "{plan.name}": {what}, which takes fixed sizes: torch.compile(..., dynamic=False) compiles once for '
-            "each size, so pad batches to a few; sizes may change under zero1 to zero3, tp, tp_sp and ulysses"
+            f'plan "{plan.name}" divides {what}, and takes fixed sizes: torch.compile(..., dynamic=False) compiles '
+            "once for each size, so pad batches to a few; sizes may change under tp and tp_sp"
         )
 
 

@@ -14,7 +14,7 @@ from tests.sharding import dynamic_ranks
 from tests.sharding.llama import Llama
 
 LENGTHS = [(4, n) for n in (100, 101, 500, 237, 352, 499)]
-BATCHES = [(rows, n) for rows, n in ((4, 16), (6, 18), (5, 17), (3, 40), (8, 33), (7, 21))]
+BATCHES = [(4, 16), (4, 18), (6, 20), (4, 17), (5, 33), (3, 64)]
 
 
 @pytest.mark.slow
@@ -23,11 +23,8 @@ BATCHES = [(rows, n) for rows, n in ((4, 16), (6, 18), (5, 17), (3, 40), (8, 33)
     [
         ("tp", "tp_sp", LENGTHS, True, 2),  # lengths that ranks share evenly, and others
         ("tp", "tp_sp", LENGTHS, None, 3),  # and the first, which is compiled as it is
-        ("tp", "tp", LENGTHS, True, 1),
-        ("cp", "ulysses", LENGTHS, True, 2),
-        ("dp", "zero1", BATCHES, True, 2),
-        ("dp", "zero2", BATCHES, True, 2),
-        ("dp", "zero3", BATCHES, True, 2),
+        ("tp", "tp", BATCHES, True, 1),
+        ("tp", "tp_sp", BATCHES, True, 2),
     ],
 )
 def test_each_loss_and_gradient_is_one_devices(dim, plan, sizes, dynamic, compiles, tmp_path):
@@ -36,7 +33,7 @@ def test_each_loss_and_gradient_is_one_devices(dim, plan, sizes, dynamic, compil
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dim,plan,sizes", [("tp", "tp_sp", LENGTHS[:4]), ("dp", "zero3", BATCHES[:4])])
+@pytest.mark.parametrize("dim,plan,sizes", [("tp", "tp_sp", LENGTHS[:4])])
 def test_in_generated_code(dim, plan, sizes, tmp_path):
     arguments = (str(tmp_path / "store"), dim, plan, sizes, True, 2, "inductor")
     ranks.spawn(dynamic_ranks.worker, arguments, nprocs=dynamic_ranks.RANKS)
@@ -69,12 +66,10 @@ def test_lengths_that_ranks_share_evenly_are_one_program(compiled):
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("plan,what", [("ring", "divides the sequence"), ("kv_allgather", "divides the sequence")])
-def test_other_plans_are_refused(compiled, plan, what):
-    with pytest.raises(Exception, match=rf'plan "{plan}": .*{what}, which takes fixed sizes: .*dynamic=False'):
-        compiled("cp", plan)(*dynamic_ranks.batch(4, 16))
-
-
-def test_parts_of_arguments_are_refused(compiled):
-    with pytest.raises(Exception, match='inputs="local" passes parts, which takes fixed sizes'):
-        compiled("dp", "zero2", inputs="local")(*dynamic_ranks.batch(2, 16))
+@pytest.mark.parametrize(
+    "dim,plan,inputs",
+    [("cp", "ring", "whole"), ("cp", "ulysses", "whole"), ("dp", "zero2", "whole"), ("dp", "zero2", "local")],
+)
+def test_plans_that_divide_arguments_are_refused(compiled, dim, plan, inputs):
+    with pytest.raises(Exception, match=rf'plan "{plan}" divides arguments, and takes fixed sizes: .*dynamic=False'):
+        compiled(dim, plan, inputs=inputs)(*dynamic_ranks.batch(4, 16))

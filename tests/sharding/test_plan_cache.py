@@ -1,5 +1,4 @@
-"""Compile caches of parallelized models: a second start hits, other plans and other programs do not share, and ranks
-whose programs are equal compile once."""
+"""Compile caches of parallelized models: a second start hits, and other plans and other programs do not share."""
 
 from __future__ import annotations
 
@@ -36,13 +35,12 @@ def start(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh,plan,shared", [({"dp": 2}, "zero2", 2), ({"tp": 2}, "tp_sp", 0)])
-def test_a_second_start_hits_and_equal_ranks_compile_once(mesh, plan, shared, start):
+@pytest.mark.parametrize("mesh,plan", [({"dp": 2}, "zero2"), ({"tp": 2}, "tp_sp")])
+def test_a_second_start_hits(mesh, plan, start):
     """The second start has made other process groups before, and rows that were not seen are compiled anew."""
     cold = [counts[0] for counts in start((mesh, plan, 4))]
     assert [c["aot"] for c in cold] == [MISS, MISS]
-    assert sum(c["fx"][0] for c in cold) == shared, "forward and backward of one rank are the other's"
-    assert sum(c["fx"][1] for c in cold) == 4 - shared and not any(c["fx"][2] for c in cold), cold
+    assert [c["fx"] for c in cold] == [[0, 2, 0]] * 2, "the ranks' programs differ"
     warm = start((mesh, plan, 4), (mesh, plan, 8), groups=3)
     for again, other in warm:
         assert again["aot"] == HIT and again["fx"] == [2, 0, 0], again

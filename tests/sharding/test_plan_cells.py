@@ -11,7 +11,7 @@ pytest.importorskip("scipy", reason="the search needs scipy's HiGHS")
 
 from benchmarks import plan_cells
 
-SHALLOW = [("llama_8b", 16, {"layers": 2}), ("experts", 32, {"layers": 2})]
+SHALLOW = [("llama_8b", 16, {"layers": 2})]
 
 
 def all_trace(cell):
