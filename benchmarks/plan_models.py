@@ -1,4 +1,5 @@
-"""Models for the plan search, by the sizes that were published, on the meta device: Llama 3 8B and 70B, a DeepSeek-V3.
+"""Models for the plan search, by the sizes that were published, on the meta device: Llama 3 8B, 70B and 405B, a
+DeepSeek-V3, Qwen3-235B.
 
 Each function returns (model, args): ``mindspeed-fx plan benchmarks/plan_models.py:llama_8b --devices 64``.
 """
@@ -34,12 +35,14 @@ def angles(length: int, width: int, like, base: float):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention."""
+    """Grouped-query attention; with ``normed`` queries and keys pass a norm by head (Qwen3)."""
 
-    def __init__(self, hidden: int, heads: int, kv_heads: int):
+    def __init__(self, hidden: int, heads: int, kv_heads: int, width: int | None = None, normed: bool = False):
         super().__init__()
-        self.heads, self.kv_heads, self.width = heads, kv_heads, hidden // heads
-        self.q_proj, self.o_proj = (nn.Linear(hidden, hidden, bias=False) for _ in range(2))
+        self.heads, self.kv_heads, self.width = heads, kv_heads, width or hidden // heads
+        self.q_proj = nn.Linear(hidden, heads * self.width, bias=False)
+        self.o_proj = nn.Linear(heads * self.width, hidden, bias=False)
+        self.q_norm, self.k_norm = (RMSNorm(self.width) if normed else nn.Identity() for _ in range(2))
         self.k_proj, self.v_proj = (nn.Linear(hidden, kv_heads * self.width, bias=False) for _ in range(2))
 
     def forward(self, x, cos, sin):
@@ -48,9 +51,8 @@ class Attention(nn.Module):
             p(x).view(b, s, n, self.width).transpose(1, 2)
             for p, n in ((self.q_proj, self.heads), (self.k_proj, self.kv_heads), (self.v_proj, self.kv_heads))
         )
-        out = F.scaled_dot_product_attention(
-            rotated(q, cos, sin), rotated(k, cos, sin), v, is_causal=True, enable_gqa=True
-        )
+        q, k = rotated(self.q_norm(q), cos, sin), rotated(self.k_norm(k), cos, sin)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.o_proj(out.transpose(1, 2).reshape(b, s, -1))
 
 
@@ -100,16 +102,12 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """Routed experts without dropping, and a shared one."""
+    """Routed experts without dropping, and, unless ``shared`` is False, a shared one."""
 
-    def __init__(self, hidden: int, ffn: int, experts: int, chosen: int):
+    def __init__(self, hidden: int, ffn: int, experts: int, chosen: int, shared: bool = True):
         super().__init__()
-        self.router, self.shared, self.chosen, self.experts = (
-            nn.Linear(hidden, experts, bias=False),
-            MLP(hidden, ffn),
-            chosen,
-            experts,
-        )
+        self.router, self.chosen, self.experts = nn.Linear(hidden, experts, bias=False), chosen, experts
+        self.shared = MLP(hidden, ffn) if shared else None
         self.gate, self.up = (nn.Parameter(torch.empty(experts, hidden, ffn)) for _ in range(2))
         self.down = nn.Parameter(torch.empty(experts, ffn, hidden))
 
@@ -123,7 +121,7 @@ class Experts(nn.Module):
         inner = F.silu(F.grouped_mm(rows, self.gate, offs=ends)) * F.grouped_mm(rows, self.up, offs=ends)
         out = F.grouped_mm(inner, self.down, offs=ends)
         routed = (out[order.argsort()].view(-1, self.chosen, out.shape[-1]) * weights.unsqueeze(-1)).sum(1)
-        return routed.view(x.shape) + self.shared(x)
+        return routed.view(x.shape) + (0 if self.shared is None else self.shared(x))
 
 
 class Layer(nn.Module):
@@ -176,6 +174,21 @@ def llama_70b(layers: int = 80, batch: int = 128, length: int = 8192) -> tuple:
             batch,
             length,
         )
+
+
+def llama_405b(layers: int = 126, batch: int = 2048, length: int = 8192) -> tuple:
+    with torch.device("meta"):
+        layer = [Layer(16384, Attention(16384, 128, 8), MLP(16384, 53248)) for _ in range(layers)]
+        return _step(Decoder(128256, 16384, 128, layer), batch, length)
+
+
+def qwen3_235b(layers: int = 94, batch: int = 2048, length: int = 4096) -> tuple:
+    with torch.device("meta"):
+        layer = [
+            Layer(4096, Attention(4096, 64, 4, 128, normed=True), Experts(4096, 1536, 128, 8, shared=False))
+            for _ in range(layers)
+        ]
+        return _step(Decoder(151936, 4096, 128, layer, 1e6), batch, length)
 
 
 def deepseek_v3(dense: int = 3, sparse: int = 58, batch: int = 512, length: int = 4096) -> tuple:

@@ -1,6 +1,6 @@
 """The plan search: how long it takes, and whether any expert's plan is faster under the same model.
 
-    python -m benchmarks.plan_search [--cells | --speed] [--whole]
+    python -m benchmarks.plan_search [--cells | --speed | --large] [--whole]
 
 Times of the search are wall and processor seconds on this machine, tracing included, imports not. Everything about the
 plans is modelled. An expert's plan is what its named plan says about tp, with its own mesh, at the best degree it has
@@ -13,8 +13,12 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import os
 import platform
+import resource
+import subprocess
+import sys
 import time
 from typing import Any, Callable
 
@@ -185,10 +189,52 @@ def speed(whole: bool) -> None:
         )
 
 
+LARGE = {
+    "llama_405b": ({"batch": 2048, "length": 8192}, "ascend910c"),
+    "deepseek_v3": ({"batch": 4096, "length": 4096}, "ascend910c"),
+    "qwen3_235b": ({"batch": 2048, "length": 4096}, "ascend910c"),
+}
+"""Models on 2,048 devices."""
+
+
+def large(name: str) -> dict[str, Any]:
+    """One search over all meshes of 2,048 devices: seconds, largest resident memory, and the plan that was found."""
+    sizes, kind = LARGE[name]
+    model, args = getattr(plan_models, name)(**sizes)
+    result, wall, busy = timed(lambda: plan(model, args, devices=2048, hardware=kind))
+    return {
+        "wall": wall,
+        "busy": busy,
+        "GiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "meshes": result.searched.outcome.layouts,
+        "gap": result.gap,
+        "plan": f"{result.seconds * 1e3:.0f} ms, {result.memory / 2**30:.1f} GiB: {result.layout}",
+        "refused": len(result.refused),
+    }
+
+
+def large_in_processes() -> None:
+    """Each in a process of its own, imports not timed but in its memory."""
+    columns = f"{'wall s':>7} {'cpu s':>6} {'GiB':>5} {'meshes':>6} {'gap %':>6}"
+    print(f"\n{'all 5-D meshes of 2,048 x 910C':<34} {columns}  plan")
+    for name in LARGE:
+        command = [sys.executable, "-m", "benchmarks.plan_search", "--one", name]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        r = json.loads(done.stdout.splitlines()[-1])
+        refused = f"; {r['refused']} faster ones did not trace" if r["refused"] else ""
+        print(
+            f"{name:<34} {r['wall']:>7.2f} {r['busy']:>6.2f} {r['GiB']:>5.2f} {r['meshes']:>6} {100 * r['gap']:>6.2f}  "
+            f"{r['plan']}{refused}",
+            flush=True,
+        )
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--cells", action="store_true", help="only compare with experts")
     parser.add_argument("--speed", action="store_true", help="only measure searches")
+    parser.add_argument("--large", action="store_true", help="only search 2,048 devices for the largest models")
+    parser.add_argument("--one", default="", help=argparse.SUPPRESS)
     parser.add_argument("--whole", action="store_true", help="also search all meshes for DeepSeek-V3")
     given = parser.parse_args()
     print(
@@ -197,7 +243,12 @@ if __name__ == "__main__":
         f"{torch.get_num_threads()} thread"
     )
     plan(*plan_models.llama_8b(layers=4), mesh={"tp": 2}, hardware="ascend910b2")  # imports
-    if not given.cells:
-        speed(given.whole)
-    if not given.speed:
-        cells()
+    if given.one:
+        print(json.dumps(large(given.one)))
+    elif given.large:
+        large_in_processes()
+    else:
+        if not given.cells:
+            speed(given.whole)
+        if not given.speed:
+            cells()

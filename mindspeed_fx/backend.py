@@ -9,6 +9,7 @@ With codegen "inductor" the steps sit in Inductor's hooks (one composite object 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from typing import Any, Callable, Sequence
@@ -129,7 +130,6 @@ class Compilation:
                     f'option "data_parallel" is "{self.options.data_parallel}", and the model is parallelized: its '
                     "plan reduces gradients"
                 )
-            self.record.effective["caches"] = "off: the model is parallelized"
             if self.options.optimizer:
                 raise OptionError(
                     'option "optimizer" is "backward", and the model is parallelized: its parameters are parts, which '
@@ -182,7 +182,7 @@ class Compilation:
                 inputs,
                 inner=self.run_inductor,
                 config=config,
-                caches=self.caches and not plan and self.late is None,
+                caches=self.caches and (plan is None or plan.is_cacheable) and self.late is None,
                 decompositions=table,
                 **hooks,
             )
@@ -303,6 +303,8 @@ class Compilation:
     def finish_side(self, gm: fx.GraphModule, side: str) -> None:
         """Partitioned passes and lowering of one forward, backward or inference graph."""
         inductor = self.options.codegen == "inductor"
+        if self.sharding is not None and self.generates:
+            self.sharding.rename_groups(gm)
         if self.options.count_flops and side not in self.work:
             self.work[side] = flop_count.count(gm)
         direction = "backward" if side == "backward" else "forward"
@@ -346,7 +348,9 @@ class Compilation:
             if self.late is not None and side == "backward":
                 later = inductor_compat.compile_later(compile, gm, inputs, kwargs)
                 return late_gradients.run_in_parts(gm, self.late, later)
-            with recorder.record_codegen(self.record):
+            shares = self.caches and self.sharding is not None and self.sharding.is_cacheable
+            once = inductor_compat.compiled_once(gm, inputs) if shares else contextlib.nullcontext()
+            with once, recorder.record_codegen(self.record):
                 compiled = compile(gm, inputs, **kwargs)
         self.record.kernels[side] = inductor_compat.kernel_nodes()
         return compiled

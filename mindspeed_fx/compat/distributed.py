@@ -94,3 +94,43 @@ def sum_later(x: Any, group: Any) -> Any:
     from torch.distributed import _functional_collectives
 
     return _functional_collectives.all_reduce(x, "sum", group)
+
+
+def mesh_text(mesh: Any) -> str:
+    """The ranks of a mesh and their order, the same text on every rank and in every start; not to be asked for while
+    tracing."""
+    import torch.distributed as dist
+
+    backends = [str(dist.get_backend(mesh.get_group(i))) for i in range(mesh.ndim)]
+    return f"{mesh.device_type} {mesh.mesh.tolist()} {mesh.mesh_dim_names} {backends} of {world_size()}"
+
+
+def name_groups(mesh: Any) -> dict[str, str]:
+    """Give the process group of each mesh dimension a second name, and return own name -> second one.
+
+    A group's own name is a count of the groups that a process has made: ranks in other groups of one dimension have
+    other names for it, and in the next start a name may be another group's. The second name says the mesh and the
+    dimension: the same on every rank and in every start, and every rank finds its own group by it. Groups of symmetric
+    memory, which is known by their own name, get none.
+    """
+    import hashlib
+
+    from torch.distributed import distributed_c10d
+
+    digest = hashlib.sha256(mesh_text(mesh).encode()).hexdigest()[:16]
+    names = {}
+    for i in range(mesh.ndim):
+        group = mesh.get_group(i)
+        if has_symmetric_memory(group.group_name):
+            continue
+        name = f"mindspeed_fx.{(mesh.mesh_dim_names or range(mesh.ndim))[i]}.{digest}"
+        try:
+            known = distributed_c10d._resolve_process_group(name)
+        except (RuntimeError, ValueError, KeyError):
+            known = None
+        if known is not None and known != group:
+            distributed_c10d._unregister_process_group(name)
+        if known is None or known != group:
+            distributed_c10d._register_process_group(name, group)
+        names[group.group_name] = name
+    return names

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from mindspeed_fx.compat import tracing
+from mindspeed_fx.compat.fake import hint
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED, Even, first_plain_argument, is_even
 
 
@@ -150,9 +151,11 @@ def as_parts_of(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def local_numel(x: DTensor) -> int:
-    """Elements of this rank's part; asked of ``to_local()``, a trace would have a node for it."""
+    """Elements of this rank's part, of symbolic sizes as many as it was traced with, without a guard; asked of
+    ``to_local()``, a trace would have a node for it."""
     local = x._local_tensor
-    return int(next(iter(local._local_tensors.values())).numel() if hasattr(local, "_local_tensors") else local.numel())
+    one = next(iter(local._local_tensors.values())) if hasattr(local, "_local_tensors") else local
+    return hint(one.numel())
 
 
 def has_dtensor(types: Any) -> bool:

@@ -186,3 +186,10 @@ def before_compiled_calls(module: torch.nn.Module, function: Callable[[], None])
         return call(*args, **kwargs)
 
     module._compiled_call_impl = called
+
+
+def starts_over(error: BaseException) -> bool:
+    """Whether ``error`` is no error: Dynamo reads the frame again, with other symbols."""
+    from torch._dynamo.exc import RestartAnalysis
+
+    return isinstance(error, RestartAnalysis)

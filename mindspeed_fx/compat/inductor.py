@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import operator
 import os
 import tempfile
@@ -343,6 +344,35 @@ def kernel_nodes() -> dict[str, list[str]]:
     kernels = getattr(debug, "_inductor_triton_kernel_to_post_grad_node_info", {})
     return {name: list(nodes) for name, nodes in kernels.items() if name.rpartition(":")[2].isdigit()}
 
+
+@contextlib.contextmanager
+def compiled_once(gm: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
+    """Processes of one machine that compile one graph do so one after the other: the first compiles, and the others
+    find its result in the cache. Without a lock all compile it at once.
+
+    Other graphs are not waited for, nor is a process that died; after ``WAIT`` seconds a graph is compiled all the
+    same.
+    """
+    from torch.utils._filelock import FileLock
+
+    shown = [f"{x.dtype} {tuple(x.shape)} {x.stride()} {x.device}" if torch.is_tensor(x) else str(x) for x in inputs]
+    text = "\n".join([gm.print_readable(print_output=False, include_device=True), *shown])
+    folder = os.path.join(cache_directory(), "mindspeed_fx-once")
+    os.makedirs(folder, exist_ok=True)
+    lock: Any = FileLock(os.path.join(folder, f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.lock"), timeout=WAIT)
+    try:
+        lock.acquire()
+    except TimeoutError:
+        lock = None
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+WAIT = 600.0
+"""Seconds that a process waits for another one's compiler."""
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 

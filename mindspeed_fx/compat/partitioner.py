@@ -168,3 +168,17 @@ def _concrete(value: Any) -> Any:
     return torch.empty(
         [s if isinstance(s, int) else s.node.hint for s in value.shape], dtype=value.dtype, device="meta"
     )
+
+
+def checkpoint_policy(body: fx.GraphModule) -> str | None:
+    """What a checkpointed region's ``context_fn`` is known by to compile caches; None where it has none.
+
+    Raises:
+        TypeError: it has no ``cache_hash``, as torch asks for.
+    """
+    function = body.meta.get("_checkpoint_context_fn")
+    if function is None:
+        return None
+    if not hasattr(function, "cache_hash"):
+        raise TypeError(f"context_fn {function!r} has no cache_hash")
+    return repr(function.cache_hash)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import functools
+from typing import Any, Callable, Iterator
 
 import sympy
 import torch
+import torch.fx as fx
 
 
 def statically_known_true(condition: object) -> bool:
@@ -29,3 +32,31 @@ def symbol_hints(size: torch.SymInt) -> dict[sympy.Symbol, int]:
     env = size.node.shape_env
     known = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
     return {s: int(known[s]) for s in size.node.expr.free_symbols if isinstance(known.get(s), (int, sympy.Integer))}
+
+
+@contextlib.contextmanager
+def without_guards(gm: fx.GraphModule) -> Iterator[None]:
+    """Comparisons of sizes of ``gm`` are answered for those that it was traced with, and decide nothing that runs: no
+    guard is added."""
+    env = next((e for n in gm.graph.nodes if (e := _shape_env(n.meta.get("val"))) is not None), None)
+    with contextlib.nullcontext() if env is None else env.suppress_guards():
+        yield
+
+
+def _shape_env(value: Any) -> Any:
+    sizes = [value] if isinstance(value, torch.SymInt) else value.shape if isinstance(value, torch.Tensor) else ()
+    return next((s.node.shape_env for s in sizes if isinstance(s, torch.SymInt)), None)
+
+
+def untraced(function: Callable) -> Callable:
+    """Decorator: what ``function`` computes of sizes decides, and is no part of the program that is traced; sizes of
+    the captured graph are not known to the trace."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+        with disable_proxy_modes_tracing():
+            return function(*args, **kwargs)
+
+    return run

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Mapping
 
 import torch
 import torch.distributed._functional_collectives  # noqa: F401  registers the operators
@@ -41,6 +41,21 @@ def kind(node: fx.Node) -> str:
 def group_of(node: fx.Node) -> str:
     """Name of the process group."""
     return str(argument(node, "group_name") or "")
+
+
+def rename_groups(gm: fx.GraphModule, names: Mapping[str, str]) -> None:
+    """Call process groups by other names of theirs, own name -> new one, in every call of ``gm`` that names one."""
+    for node in gm.graph.nodes:
+        if not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        for i, a in enumerate(node.target._schema.arguments):
+            if "group" not in a.name:
+                continue
+            if i < len(node.args) and node.args[i] in names:
+                node.update_arg(i, names[node.args[i]])
+            elif a.name in node.kwargs and node.kwargs[a.name] in names:
+                node.update_kwarg(a.name, names[node.kwargs[a.name]])
+    gm.recompile()
 
 
 def waits_of(start: fx.Node) -> list[fx.Node]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import math
 import time
 from dataclasses import dataclass
 from typing import Any, Callable, Sequence
@@ -25,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from mindspeed_fx.compat import distributed, dtensor, tracing
+from mindspeed_fx.compat.fake import hint
 from mindspeed_fx.report.source import source_line
 from mindspeed_fx.sharding.plan import ShardingError, placement_of
 from mindspeed_fx.sharding.registry import WHOLE, WHOLE_INPUT, shows_whole
@@ -63,11 +65,12 @@ def whole_input(x: torch.Tensor, key: str) -> torch.Tensor:
 def show_inputs_whole(model: nn.Module, number: int) -> None:
     """Make ``model`` take each rank's part of its tensor arguments, also of those in lists, tuples and dictionaries."""
     names, rest = argument_names(model.forward)
+    prefix = f"{number}:"  # a number would be a symbol with dynamic=True
 
     def show(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         arguments = [*names[: len(args)], *(f"{rest}_{i}" for i in range(len(args) - len(names)))]
-        by_name = {name: _each(x, name.lower(), number) for name, x in kwargs.items()}
-        return tuple(_each(x, name, number) for x, name in zip(args, arguments)), by_name
+        by_name = {name: _each(x, name.lower(), prefix) for name, x in kwargs.items()}
+        return tuple(_each(x, name, prefix) for x, name in zip(args, arguments)), by_name
 
     model.register_forward_pre_hook(show, with_kwargs=True)
 
@@ -79,14 +82,45 @@ def argument_names(function: Callable) -> tuple[list[str], str]:
     return names, next((p.name.lower() for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
 
 
-def _each(x: Any, name: str, number: int) -> Any:
+def _each(x: Any, name: str, prefix: str) -> Any:
     if isinstance(x, torch.Tensor):
-        return whole_input(x, f"{number}:{name}")
+        return whole_input(x, prefix + name)
     if type(x) in (list, tuple):
-        return type(x)([_each(v, f"{name}_{i}", number) for i, v in enumerate(x)])
+        return type(x)([_each(v, f"{name}_{i}", prefix) for i, v in enumerate(x)])
     if type(x) is dict:
-        return {k: _each(v, f"{name}_{k}".lower(), number) for k, v in x.items()}
+        return {k: _each(v, f"{name}_{k}".lower(), prefix) for k, v in x.items()}
     return x
+
+
+def is_cut_outside(node: fx.Node, x: Any, value: Any, result: Any) -> bool:
+    """Whether an argument that is passed whole is cut to this rank's part before the compiled program, which then is
+    the same on every rank that differs in nothing else: contiguous, of a fixed size that ranks share evenly, not
+    written, and without a gradient.
+
+    Args:
+        node: its placeholder.
+        value: how the program takes it.
+    """
+    from mindspeed_fx.sharding.spmd.padded import dims_in_chunks
+
+    if value is None or value.parameter or value.part or not isinstance(x, torch.Tensor) or x.requires_grad:
+        return False
+    mesh = result.sharding.mesh
+    divided = [(i, p.dim) for i, p in enumerate(value.placements) if p.is_shard()]
+    if not divided or node.meta.get("mutated") or dims_in_chunks(result.plan, mesh):
+        return False
+    ranks = {d: math.prod(mesh.size(i) for i, other in divided if other == d) for _, d in divided}
+    fixed = all(isinstance(n, int) for n in (*x.shape, *x.stride()))
+    return fixed and x.is_contiguous() and all(x.shape[d] % n == 0 and x.shape[d] > 0 for d, n in ranks.items())
+
+
+def own_part(x: torch.Tensor, placements: Sequence[Placement], mesh: DeviceMesh) -> torch.Tensor:
+    """This rank's part of ``x``, contiguous."""
+    for i, p in enumerate(placements):
+        if p.is_shard():
+            size = x.shape[p.dim] // mesh.size(i)
+            x = x.narrow(p.dim, mesh.get_coordinate()[i] * size, size)
+    return x.contiguous()
 
 
 @dataclass
@@ -118,7 +152,10 @@ class InputCheck:
             random_call: it draws random numbers; then the generators of all ranks are compared too.
         """
         self.sharding, self.arguments, self.random_call = sharding, arguments, random_call
-        self.layouts = [(a.name, tuple(examples[a.position].shape), str(examples[a.position].dtype)) for a in arguments]
+        sizes = [n for a in arguments for n in examples[a.position].shape]
+        self.changing = any(isinstance(n, torch.SymInt) for n in sizes)
+        """Whether one program runs on several sizes, each of which is compared when it is new."""
+        self.layouts = self._layouts_of(examples)
         self.done = not sharding.check_inputs or not arguments or sharding.mesh.size() == 1
         store = None if self.done or dtensor.local_tensor_mode() is not None else distributed.default_store()
         self.store = store
@@ -130,7 +167,11 @@ class InputCheck:
         Raises:
             ShardingError: on all ranks, with the argument's name.
         """
-        if self.done or tuple(self.layouts) in self.sharding.checked:
+        if self.done:
+            return
+        if self.changing:
+            self.layouts = self._layouts_of(inputs)
+        if tuple(self.layouts) in self.sharding.checked:
             return
         tensors = [inputs[a.position] for a in self.arguments]
         if any(x.is_meta or tracing.is_fake(x) for x in tensors):
@@ -143,8 +184,13 @@ class InputCheck:
             raise ShardingError(self._values_differ(values))
         if generators is not None:
             raise ShardingError(self._generators_differ())
-        self.done = True
+        self.done = not self.changing
         self.sharding.checked.add(tuple(self.layouts))
+
+    def _layouts_of(self, inputs: Sequence[Any]) -> list[tuple[str, tuple[int, ...], str]]:
+        """Name, shape and dtype of each argument; of symbolic sizes those of the step that is compiled."""
+        tensors = [(a.name, inputs[a.position]) for a in self.arguments]
+        return [(name, tuple(map(hint, x.shape)), str(x.dtype)) for name, x in tensors]
 
     def _key(self, rank: int) -> str:
         """Of a rank that compiles for its so many-th sizes; models are numbered alike on every rank."""

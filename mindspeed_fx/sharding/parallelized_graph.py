@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Iterator, Sequence
 
 import torch
 import torch.fx as fx
 
-from mindspeed_fx.compat import fx_graph
+from mindspeed_fx.compat import distributed, fx_graph
 from mindspeed_fx.compat import tracing as tracing_compat
 from mindspeed_fx.graph.annotate import bodies
+from mindspeed_fx.graph.collectives import rename_groups
 from mindspeed_fx.graph.op_sets import draws
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.sharding.between_stages import RECEIVED, placements_between
@@ -39,8 +40,20 @@ class ParallelizedGraph:
     """Path of the parallelized model in the compiled one, with a dot."""
     between: tuple[bool, bool] = (False, False)
     """Of a stage of a pipeline: whether it receives parts, and sends them (:mod:`between_stages`)."""
+    groups: dict[str, str] = field(default_factory=dict)
+    """Process group of a mesh dimension -> its second name."""
     program: Any = None
     """The local program, once there is one: its ``traffic`` is what its edges need."""
+
+    @property
+    def is_cacheable(self) -> bool:
+        """Whether every process group has a name by which another start finds it."""
+        return len(self.groups) == self.sharding.mesh.ndim
+
+    def rename_groups(self, gm: fx.GraphModule) -> None:
+        """Call the process groups of the mesh in ``gm`` by names that are alike on every rank and in every start
+        (:func:`mindspeed_fx.compat.distributed.name_groups`), so that compile caches may know graphs by them."""
+        rename_groups(gm, self.groups)
 
     @property
     def plan(self) -> Any:
@@ -156,25 +169,52 @@ def localize(
     from torch.distributed.tensor import DTensor
 
     from mindspeed_fx.compat import dtensor, graph_inputs
-    from mindspeed_fx.sharding.inputs import InputCheck
+    from mindspeed_fx.sharding.inputs import InputCheck, is_cut_outside, own_part
     from mindspeed_fx.sharding.spmd.program import Program
 
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    _check_changing_sizes(inputs, result.plan)
     values = [_value(n, x, result) for n, x in zip(placeholders, inputs, strict=True)]
     random_call = next((n for graph in (gm, *bodies(gm)) for n in graph.graph.nodes if draws(n)), None)
     check = InputCheck(result.sharding, arguments_of(placeholders, inputs, values, result), inputs, random_call)
-    program = result.program = Program(gm, result.plan, result.sharding.mesh, values, hands_on=result.between[1])
+    mesh = result.sharding.mesh
+    cuts = {i: v for i, (n, x, v) in enumerate(zip(placeholders, inputs, values)) if is_cut_outside(n, x, v, result)}
+    values = [replace(v, part=True) if i in cuts else v for i, v in enumerate(values)]
+    program = result.program = Program(gm, result.plan, mesh, values, hands_on=result.between[1])
+    result.groups = distributed.name_groups(mesh)
+    program.place = f"{distributed.mesh_text(mesh)} {mesh.get_coordinate()} {result.between}"
     local = graph_inputs.of_fixed_sizes(gm, [x.to_local() if isinstance(x, DTensor) else None for x in inputs])
     local = [x if part is None else part.requires_grad_(x.requires_grad) for x, part in zip(inputs, local)]
+    local = [own_part(x, cuts[i].placements, mesh) if i in cuts else x for i, x in enumerate(local)]
 
     def wrap(compiled: Callable) -> Callable:
         def run(*args: Any) -> Any:
             check(args)
-            return compiled(*(a.to_local() if isinstance(a, DTensor) else a for a in args))
+            own = [a.to_local() if isinstance(a, DTensor) else a for a in args]
+            for i, value in cuts.items():
+                own[i] = own_part(own[i], value.placements, mesh)
+            return compiled(*own)
 
         return run
 
     return dtensor.as_graph(program, gm), local, wrap
+
+
+def _check_changing_sizes(inputs: Sequence[Any], plan: Any) -> None:
+    """Refuse symbolic sizes under plans that divide the arguments, or experts.
+
+    Raises:
+        ShardingError: with what the plan divides.
+    """
+    sizes = [n for x in inputs for n in (x.shape if isinstance(x, torch.Tensor) else [x])]
+    if not any(isinstance(n, torch.SymInt) for n in sizes):
+        return
+    what = "arguments" if plan.inputs else "experts" if plan.experts or "ep" in plan.mesh else None
+    if what is not None:
+        raise ShardingError(
+            f'plan "{plan.name}" divides {what}, and takes fixed sizes: torch.compile(..., dynamic=False) compiles '
+            "once for each size, so pad batches to a few; sizes may change under tp and tp_sp"
+        )
 
 
 @contextlib.contextmanager
@@ -196,17 +236,8 @@ def tracing(result: ParallelizedGraph | None) -> Iterator[None]:
 
 def _value(node: fx.Node, x: Any, result: ParallelizedGraph) -> Any:
     """How the program takes one input."""
-    if isinstance(x, torch.SymInt):
-        raise ShardingError(
-            f"input {node.name} is a symbolic size; a plan needs fixed sizes: torch.compile(..., dynamic=False)"
-        )
     if not isinstance(x, torch.Tensor):
         return None
-    if any(isinstance(s, torch.SymInt) for s in x.shape):
-        raise ShardingError(
-            f"input {node.name} has symbolic sizes {tuple(x.shape)}; a plan needs fixed sizes: torch.compile(..., "
-            "dynamic=False)"
-        )
     if node.name in result.inputs:
         return parameter_value(x, result.inputs[node.name])
     if node.name.startswith(RECEIVED) and (value := received_value(node, result)) is not None:
@@ -221,14 +252,14 @@ def _value(node: fx.Node, x: Any, result: ParallelizedGraph) -> Any:
 
 def parameter_value(x: Any, name: str = "") -> Any:
     """A parameter: its own placements."""
-    from mindspeed_fx.sharding.spmd.program import Value
+    from mindspeed_fx.sharding.spmd.program_inputs import Value
 
     return Value(tuple(x.placements), x.shape, x.stride(), True, name)
 
 
 def received_value(node: fx.Node, result: ParallelizedGraph) -> Any:
     """What the stage before sends in parts; None where it sends the whole."""
-    from mindspeed_fx.sharding.spmd.program import Value
+    from mindspeed_fx.sharding.spmd.program_inputs import Value
 
     whole = fx_graph.example_value_of(node)
     placements = placements_between(result.plan, result.sharding.mesh, whole.shape) if result.between[0] else None
@@ -238,7 +269,7 @@ def received_value(node: fx.Node, result: ParallelizedGraph) -> Any:
 def part_value(x: torch.Tensor, name: str, whole: torch.Tensor, result: ParallelizedGraph) -> Any:
     """An argument of which each rank passes its part: placed as the plan says."""
     from mindspeed_fx.sharding.inputs import argument_placements
-    from mindspeed_fx.sharding.spmd.program import Value
+    from mindspeed_fx.sharding.spmd.program_inputs import Value
 
     return Value(argument_placements(result.sharding, name, x), whole.shape, whole.stride(), False, name, part=True)
 
@@ -263,7 +294,7 @@ def input_value(node: fx.Node, x: torch.Tensor, result: ParallelizedGraph) -> An
     """An argument of the model, or a buffer: whole, and divided as the plan says."""
     from mindspeed_fx.sharding.spmd.kept_whole import evenly_divided
     from mindspeed_fx.sharding.spmd.padded import can_be_padded
-    from mindspeed_fx.sharding.spmd.program import Value
+    from mindspeed_fx.sharding.spmd.program_inputs import Value
     from mindspeed_fx.sharding.spmd.redistribute import even, placements_of
 
     name = argument_name(node)

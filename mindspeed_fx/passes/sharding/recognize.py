@@ -15,6 +15,7 @@ from typing import Iterator, Sequence
 import torch.fx as fx
 
 from mindspeed_fx.compat import distributed
+from mindspeed_fx.compat.fake import hint
 from mindspeed_fx.graph.collectives import group_of, is_blocking, is_start, kind
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.graph.storage import dense_bytes
@@ -68,7 +69,7 @@ def list_collectives(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, Collective]]
     """The collectives of ``gm``, in order, over more than one rank, each with its node."""
     for n in gm.graph.nodes:
         if (result := kind_of(n)) is not None:
-            size = dense_bytes([a.meta.get("val") for a in n.all_input_nodes])
+            size = hint(dense_bytes([a.meta.get("val") for a in n.all_input_nodes]))
             yield n, Collective(*result, size, module_path(n))
 
 

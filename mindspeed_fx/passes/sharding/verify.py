@@ -23,6 +23,7 @@ from typing import Any, Iterator, Sequence
 
 import torch.fx as fx
 
+from mindspeed_fx.compat import symbols
 from mindspeed_fx.passes.base import Context, PassReport, register, skip
 from mindspeed_fx.passes.sharding.recognize import LAYER, Collective, kind_of, list_collectives
 from mindspeed_fx.report.records import Skip
@@ -52,6 +53,11 @@ def verify(gm: fx.GraphModule, context: Context) -> PassReport:
     report, result = PassReport(NAME), context.sharding
     if result is None or result.program is None:
         return report.note_reason("the model is not parallelized (mindspeed_fx.parallelize)")
+    with symbols.without_guards(gm):
+        return _verified(gm, report, result)
+
+
+def _verified(gm: fx.GraphModule, report: PassReport, result: Any) -> PassReport:
     mesh, traffic = result.sharding.mesh, result.program.traffic
     output = collectives(gm, mesh)
     places = {mesh.mesh_dim_names[i]: mesh.get_local_rank(i) for i in range(mesh.ndim)}

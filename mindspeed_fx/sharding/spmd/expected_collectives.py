@@ -20,6 +20,7 @@ import torch.fx as fx
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from mindspeed_fx.compat import dtensor, tracing
+from mindspeed_fx.compat.fake import hint
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.report.source import source_line
 from mindspeed_fx.sharding.constraint import constrain, operands
@@ -220,7 +221,7 @@ class ExpectedCollectives:
             self._add("all_reduce", i, numbers * tokens * wide, False, node, "a loss whose classes are divided")
 
     def _norm(self, node: fx.Node, x: DTensor, i: int) -> None:
-        size = dtensor.local_numel(x) * self.mesh.size(i) // x.shape[-1] * max(4, x.dtype.itemsize)
+        size = dtensor.local_numel(x) * self.mesh.size(i) // hint(x.shape[-1]) * max(4, x.dtype.itemsize)
         self._add("all_reduce", i, size, False, node, "a norm over divided rows")
         if x.requires_grad:
             self._add("all_reduce", i, size, True, node, "gradient of a norm over divided rows")
@@ -253,7 +254,8 @@ class ExpectedCollectives:
 
     def _padded_bytes(self, x: DTensor, other: DTensor) -> int:
         """Of ``x`` with the padding that the same value has as ``other``."""
-        return self._bytes(x) * max(x.numel(), other.numel()) // max(x.numel(), 1)
+        own, larger = hint(x.numel()), max(hint(x.numel()), hint(other.numel()))
+        return self._bytes(x) * larger // max(own, 1)
 
     @staticmethod
     def _bytes(x: DTensor) -> int:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from mindspeed_fx.compat import packed_shards
 from mindspeed_fx.compat.dtensor import is_strided
+from mindspeed_fx.compat.fake import hint
 from mindspeed_fx.sharding.plan import ShardingError
 
 logger = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ def may_pad() -> bool:
 def note_padding(size: int, stored: int, ranks: int, names: Sequence[str], where: str = "") -> None:
     """Note that ``size`` elements are stored as ``stored``, for so many ranks of the mesh dimensions ``names``."""
     if (current := _current.get()) is not None:
+        size, stored = hint(size), hint(stored)
         over = ", ".join(f'"{name}"' for name in names)
         text = f"{size} elements padded to {stored} for {ranks} ranks of {over} (+{(stored - size) / size:.1%})"
         current.note_padding(text, where or current.where)

@@ -299,7 +299,7 @@ def place(
     stored, dims, zero = stored_of(x), list(dims_of(x)), isinstance(x, Padded) and x.zero and not uneven
     for d in uneven:
         size = parted.get(d, x.shape[d])
-        axis, inner = Axis(size, math.ceil(size / chunks[d]) * chunks[d]), x.shape[d] // size
+        axis, inner = Axis(size, -(-size // chunks[d]) * chunks[d]), x.shape[d] // size
         kept_whole.note_padding(size, axis.stored, ranks[d], [mesh.mesh_dim_names[i] for i in over[d]])
         dims[d] = (axis,) if inner == 1 else (axis, Axis(inner, inner))
         stored = stretch(stored, d, dims[d])
@@ -310,10 +310,10 @@ def input_at(x: DTensor, wanted: Sequence[Placement], plan: Plan) -> DTensor | P
     """An input of the model at ``wanted``; its gradient comes back as a sum."""
     if not kept_whole.may_pad():
         return x.redistribute(placements=kept_whole.evenly_divided(x.shape, wanted, x.device_mesh))
-    return place(x, wanted, lambda t, p: t.redistribute(placements=p), _dims_in_chunks(plan, x.device_mesh))
+    return place(x, wanted, lambda t, p: t.redistribute(placements=p), dims_in_chunks(plan, x.device_mesh))
 
 
-def _dims_in_chunks(plan: Plan, mesh: DeviceMesh) -> list[int]:
+def dims_in_chunks(plan: Plan, mesh: DeviceMesh) -> list[int]:
     """Mesh dimensions over which keys go round, so that a sequence is padded to two chunks for each rank."""
     edges = [edge for name, edge in plan.operators.items() if "attention" in name and plan.keep_whole]
     keys = [placed for edge in edges for name, placed in edge.arguments.items() if "key" in name]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Sequence
 
 import torch
 import torch.fx as fx
 from torch.distributed.tensor import DTensor, Shard
 
+from mindspeed_fx.compat import symbols
 from mindspeed_fx.graph.op_sets import RESHAPES, UNIT_DIMENSIONS, order_of
 from mindspeed_fx.graph.schema import argument
 from mindspeed_fx.sharding.spmd import kept_whole
@@ -43,6 +44,7 @@ def view(called: Called, node: fx.Node, target: Any, args: tuple, kwargs: dict) 
     return NotImplemented if result is None else result
 
 
+@symbols.untraced
 def parted_later(node: fx.Node) -> dict[int, int]:
     """Dimension of ``node`` -> the first of those that the view which reads it makes of it."""
     before, result = node.meta["val"].shape, {}
@@ -113,17 +115,26 @@ def view_as_heads(node: fx.Node, x: DTensor | Padded) -> Any:
     """A view that makes of a divided dimension one that the ranks cannot share, gathered and padded; NotImplemented for
     other views."""
     shape = node.meta["val"].shape
-    for old, new in groups(x.shape, shape) if kept_whole.may_pad() else ():
+    for dim, outer, over in _uneven_heads(x, shape) if kept_whole.may_pad() else ():
+        gathered = undivided(x, [dim])
+        viewed = reshaped(gathered, shape)
+        if viewed is None:
+            continue
+        return place(viewed, [Shard(outer) if i in over else p for i, p in enumerate(stored_of(viewed).placements)])
+    return NotImplemented
+
+
+@symbols.untraced
+def _uneven_heads(x: DTensor | Padded, shape: Sequence[int]) -> list[tuple[int, int, list[int]]]:
+    """(divided dimension of ``x``, the outer one of those that it becomes in ``shape``, mesh dimensions) where ranks
+    cannot share the outer one evenly."""
+    results = []
+    for old, new in groups(x.shape, shape):
         over = [i for i, p in enumerate(stored_of(x).placements) if p == Shard(old.start)]
         ranks = math.prod(x.device_mesh.size(i) for i in over)
         sizes = [d for d in new if shape[d] != 1]
         if len(old) > 1 or len(sizes) < 2 or not over or is_padded_axes(dims_of(x)[old.start]):
             continue
-        if shape[sizes[0]] % ranks == 0 or shape[sizes[0]] < ranks:
-            continue
-        gathered = undivided(x, [old.start])
-        viewed = reshaped(gathered, shape)
-        if viewed is None:
-            continue
-        return place(viewed, [Shard(sizes[0]) if i in over else p for i, p in enumerate(stored_of(viewed).placements)])
-    return NotImplemented
+        if shape[sizes[0]] % ranks and shape[sizes[0]] >= ranks:
+            results.append((old.start, sizes[0], over))
+    return results

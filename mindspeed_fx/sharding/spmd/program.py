@@ -15,10 +15,10 @@ from typing import Any, Callable, Iterator
 import torch
 import torch.fx as fx
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
-from mindspeed_fx.compat import autocast, dtensor, packed_shards, strided_shards, tracing
+from mindspeed_fx.compat import autocast, dtensor, dynamo, packed_shards, strided_shards, tracing
 from mindspeed_fx.errors import OptionError
 from mindspeed_fx.graph.annotate import bodies
 from mindspeed_fx.graph.provenance import module_path
@@ -41,30 +41,14 @@ from mindspeed_fx.sharding.spmd import (
 )
 from mindspeed_fx.sharding.spmd import experts as experts_spmd
 from mindspeed_fx.sharding.spmd.expected_collectives import ExpectedCollectives
-from mindspeed_fx.sharding.spmd.kept_parameter import kept_parameter
 from mindspeed_fx.sharding.spmd.kept_whole import KeptWhole
 from mindspeed_fx.sharding.spmd.parts import run_whole
+from mindspeed_fx.sharding.spmd.program_inputs import Value, kept_parameter
+from mindspeed_fx.sharding.spmd.program_key import program_key
 from mindspeed_fx.sharding.spmd.redistribute import flatten, reshape, reshape_as, unflatten
 from mindspeed_fx.sharding.spmd.static_masks import ATTENTION, known_masks
 
 aten = torch.ops.aten
-
-
-@dataclass
-class Value:
-    """How one input of the program becomes a DTensor."""
-
-    placements: tuple[Placement, ...]
-    """Of the local tensor that is given; for inputs of the model, given whole, what it is divided to."""
-    shape: torch.Size
-    stride: tuple[int, ...]
-    parameter: bool
-    name: str = ""
-    """Of the parameter, or of an input of which each rank gives its part."""
-    part: bool = False
-    """Whether an input of the model is given as the part that ``placements`` say."""
-    kept: str = ""
-    """Why it is not divided as the plan says."""
 
 
 class Program(torch.nn.Module):
@@ -85,6 +69,8 @@ class Program(torch.nn.Module):
         strided_shards.redistribute_strided_shards_in_order()
         object.__setattr__(self, "graph", graph)
         self.plan, self.mesh, self.values = plan, mesh, values
+        self.place = ""
+        """The mesh and this rank in it, as text; "" where no cache asks."""
         object.__setattr__(self, "known", known_masks(graph))
         object.__setattr__(self, "traffic", ExpectedCollectives(mesh))
         object.__setattr__(self, "kept", KeptWhole(plan.keep_whole))
@@ -97,6 +83,13 @@ class Program(torch.nn.Module):
             self.kept.note(f"{_where(written)}: {written.target} writes in place, so that nothing is padded")
         self.stages = {mesh.mesh_dim_names.index(name): stage for name, stage in plan.gather.items()}
         self.data = [dim for dim, stage in self.stages.items() if stage != "never"]
+
+    def __reduce__(self) -> tuple:
+        """Compile caches hash the pickle."""
+        return str, (program_key(self.graph, self.plan, self.place, self.values),)
+
+    def __deepcopy__(self, memo: dict) -> "Program":
+        return self
 
     def forward(self, *local: Any) -> Any:
         traffic = ExpectedCollectives(self.mesh)
@@ -362,7 +355,7 @@ def differentiating(program: Callable[[], Program | None]) -> Iterator[None]:
         raise
     except Exception as e:
         result = program()
-        if result is None or not result.traffic.backward:
+        if result is None or not result.traffic.backward or dynamo.starts_over(e):
             raise
         raise ShardingError(f"{result.traffic.backward} cannot be computed in parts ({_line(e)}); {REMEDY}") from e
 

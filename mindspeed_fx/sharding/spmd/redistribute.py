@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from mindspeed_fx.compat import dtensor, packed_shards
+from mindspeed_fx.compat import dtensor, packed_shards, symbols
 from mindspeed_fx.sharding.plan import ShardingError, parse_placement
 from mindspeed_fx.sharding.spmd.kept_whole import evenly_divided, keep_whole
 
@@ -220,6 +220,7 @@ def _divided_dims(sizes: Sequence[int], pieces: int, n: int) -> tuple[int, int] 
     return None
 
 
+@symbols.untraced
 def groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[range, range]]:
     """Runs of dimensions, before and after a view, that hold the same elements; as short as they can be."""
     groups, i, j = [], 0, 0

@@ -1,0 +1,40 @@
+"""Every plan of the tables that searches return traces on fake ranks: models x devices x memory (plan_cells).
+
+The usual suite takes a shallow model of each family; the slow one all sixty cells.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("scipy", reason="the search needs scipy's HiGHS")
+
+from benchmarks import plan_cells
+
+SHALLOW = [("llama_8b", 16, {"layers": 2})]
+
+
+def all_trace(cell):
+    assert not cell.refused and not cell.failures and not cell.unsupported, cell
+    assert cell.traced >= 2 and "ms" in cell.best
+
+
+@pytest.mark.parametrize("name,devices,sizes", SHALLOW, ids=[name for name, *_ in SHALLOW])
+def test_a_table_of_plans_traces(name, devices, sizes):
+    all_trace(plan_cells.traced(name, devices, plan_cells.MEMORY[0], **sizes))
+
+
+def test_what_does_not_trace_is_named(monkeypatch):
+    monkeypatch.setattr(plan_cells, "find_failure", lambda traced, plan, sizes: f"{plan.name} is too odd")
+    cell = plan_cells.traced("llama_8b", 8, plan_cells.MEMORY[1], layers=2)
+    assert cell.failures and not cell.traced and all("too odd" in why for why in cell.failures.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name,devices,memory", plan_cells.CELLS)
+def test_sixty_cells(name, devices, memory):
+    all_trace(plan_cells.traced(name, devices, memory))
+
+
+def test_there_are_sixty():
+    assert len(plan_cells.CELLS) == 60 and len({c[:2] for c in plan_cells.CELLS}) == 30
