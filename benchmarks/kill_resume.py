@@ -4,8 +4,8 @@ with the bits of a run that nobody disturbed?
     python -m benchmarks.kill_resume --count 20 --jobs 5
 
 An undisturbed run of examples/train_hf.py on two processes comes first (zero2, dropout, accumulation, asynchronous
-checkpoints every third step); then jobs of the same command, each killed several times: a rank by chance, at a moment by
-chance between its start and as long after as the undisturbed run took. Linux.
+checkpoints every third step); then jobs of the same command, each killed several times: a rank by chance, at a moment
+by chance between its start and as long after as the undisturbed run took. Linux.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import torch.distributed.checkpoint as dcp
 ROOT = pathlib.Path(__file__).parents[1]
 RANKS, STEPS = 2, 120
 RUN = f"""
-    --model gpt_neox --layers 1 --hidden 32 --heads 4 --ffn 64 --seq-length 32 --batch-size 4 --dropout 0.1 --accumulate 2
-    --plan zero2 --steps {STEPS} --save-every 3 --eval-batches 0 --sample-length 0 --peak-tflops 0.1 --codegen eager
+    --model gpt_neox --layers 1 --hidden 32 --heads 4 --ffn 64 --seq-length 32 --batch-size 4 --dropout 0.1
+    --accumulate 2 --plan zero2 --steps {STEPS} --save-every 3 --eval-batches 0 --sample-length 0 --peak-tflops 0.1 --codegen eager
 """.split()
 
 
@@ -117,9 +117,8 @@ def read_tensors(folder: pathlib.Path) -> dict[str, torch.Tensor]:
 def differing(folder: pathlib.Path, expected: pathlib.Path) -> list[str]:
     """Tensors of the last checkpoints that have not the same bits: weights, the optimizer's states, generators."""
     found, right = (read_tensors(f / f"step_{STEPS:07d}") for f in (folder, expected))
-    return sorted(
-        n for n in found.keys() | right.keys() if n not in found or n not in right or not _same(found[n], right[n])
-    )
+    both = found.keys() & right.keys()
+    return sorted({*(found.keys() ^ right.keys()), *(n for n in both if not _same(found[n], right[n]))})
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

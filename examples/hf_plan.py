@@ -8,6 +8,8 @@ import math
 import os
 import pathlib
 import tempfile
+import time
+import uuid
 from argparse import Namespace
 from typing import Any
 
@@ -59,11 +61,37 @@ def start_processes(args: Namespace) -> None:
     if args.world_size == 1 and args.plan == "none":
         return
     limit = datetime.timedelta(minutes=30)
+    rank, world, store = 0, 1, None
     if "RANK" in os.environ:
-        dist.init_process_group(COLLECTIVES[args.device], timeout=limit)
+        store, rank, world = next(dist.rendezvous("env://", timeout=limit))
+        store = dist.PrefixStore(agree_on_word(store, rank, world), store)
     else:
         store = dist.FileStore(tempfile.mktemp(), 1)
-        dist.init_process_group(COLLECTIVES[args.device], store=store, rank=0, world_size=1, timeout=limit)
+    dist.init_process_group(COLLECTIVES[args.device], store=store, rank=rank, world_size=world, timeout=limit)
+
+
+def agree_on_word(store: dist.Store, rank: int, world: int) -> str:
+    """A word that the processes of this start have, and those of no start before.
+
+    torchrun's agent (torch 2.13) keeps one store over all its starts, so that a process that is started again may find
+    the address of a dead one. The first rank answers every greeting until it is heard: that of a dead rank leads to
+    nothing.
+    """
+    own = uuid.uuid4().hex
+    if rank:
+        store.set(f"greeting/{rank}", own)
+        word = store.get(f"answer/{own}").decode()  # waits
+        store.set(f"heard/{word}/{rank}", "")
+        return word
+    waiting = set(range(1, world))
+    while waiting:
+        for other in sorted(waiting):
+            if store.check([f"greeting/{other}"]):
+                store.set(f"answer/{store.get(f'greeting/{other}').decode()}", own)
+            if store.check([f"heard/{own}/{other}"]):
+                waiting.discard(other)
+        time.sleep(0.01)
+    return own
 
 
 def choose_plan(args: Namespace, losses: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[Any, dict[str, int]]:

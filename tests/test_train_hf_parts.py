@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import itertools
+import random
+import threading
+import time
 import types
 from pathlib import Path
 
@@ -91,7 +94,7 @@ def test_every_piece_of_text_comes_once_in_an_epoch_in_another_order_in_the_next
             for e in range(2)]  # fmt: skip
     assert len(made) > 10 and len(rows[0]) == len(rows[1]) and rows[0] != rows[1]
     counted = np.bincount(np.array(rows[0]).ravel(), minlength=264)
-    assert counted[2] >= 0.9 * 189 * 16 * len(rows[0]) / sum(map(len, made.documents))  # ends of documents
+    assert 189 - counted[2] <= 1 + 16 * 2  # ends of 190 documents, but for a rest that is no batch
 
 
 @pytest.mark.parametrize("kind", ["masked", "seq2seq"])
@@ -122,12 +125,12 @@ def test_a_loader_goes_on_where_it_was(part, workers):
         def __getitem__(self, i):
             return {"n": torch.tensor(i)}
 
-    random = torch.get_rng_state()
+    generator = torch.get_rng_state()
     loader, other = data.Loader(Numbers(), workers), data.Loader(Numbers(), 0)
     assert [next(loader)["n"].item() for _ in range(3)] == [0, 1, 2]
     other.load_state_dict(loader.state_dict())
     assert [next(other)["n"].item() for _ in range(2)] == [3, 4] and loader.state_dict() == {"batches": 3}
-    assert torch.equal(random, torch.get_rng_state()), "dropout would draw others after a stop"
+    assert torch.equal(generator, torch.get_rng_state()), "dropout would draw others after a stop"
 
 
 def test_digits_can_be_told_apart(part):
@@ -276,6 +279,28 @@ def test_a_wrong_mesh_is_named(part, mesh, error):
         part("hf_plan").mesh_sizes(args, ("dp",))
 
 
+def test_processes_that_are_started_again_do_not_hear_the_dead(part):
+    """One store over several starts, of which the first left greetings and answers."""
+    agree, store, heard = part("hf_plan").agree_on_word, torch.distributed.HashStore(), []
+    for start in range(3):
+        words = [None] * 3
+
+        def run(rank, words=words):
+            words[rank] = agree(store, rank, 3)
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+        if start == 1:  # killed before the first rank answered
+            store.set("greeting/1", "dead")
+            continue
+        for thread in random.Random(start).sample(threads, 3):
+            thread.start()
+            time.sleep(0.02)
+        for thread in threads:
+            thread.join(20)
+        assert len(set(words)) == 1 and words[0] not in (None, *heard)
+        heard.append(words[0])
+
+
 # ------------------------------------------------------------------ checkpoints and reports
 
 
@@ -308,7 +333,7 @@ def test_a_checkpoint_is_what_was_when_it_was_begun(part, tmp_path, words):
     """Whatever is trained while it is written: weights, statistics, the optimizer's state, the generator."""
     stub = Stub(part, tmp_path, words)
     stub.train()
-    expected, random = [t.clone() for t in stub.losses.model.state_dict().values()], torch.get_rng_state()
+    expected, generator = [t.clone() for t in stub.losses.model.state_dict().values()], torch.get_rng_state()
     moments = [t.clone() for s in stub.optimizer.state.values() for t in s.values()]
     stub.checkpoints.save(stub)
     for _ in range(3):
@@ -318,7 +343,7 @@ def test_a_checkpoint_is_what_was_when_it_was_begun(part, tmp_path, words):
     assert other.checkpoints.load(other) and other.step == 1
     assert all(map(torch.equal, other.losses.model.state_dict().values(), expected))
     assert all(map(torch.equal, itertools.chain(*(s.values() for s in other.optimizer.state.values())), moments))
-    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(torch.get_rng_state(), generator)
 
 
 def test_what_is_not_whole_is_never_taken_and_two_stay(part, tmp_path, monkeypatch):

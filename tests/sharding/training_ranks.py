@@ -1,5 +1,5 @@
-"""What four gloo processes find of training under plans: thirty steps with dropout, accumulation and clipping beside one
-device, and every plan's checkpoint loaded under every other; test_training.py runs it and reads the results.
+"""What four gloo processes find of training under plans: thirty steps with dropout, accumulation and clipping beside
+one device, and every plan's checkpoint loaded under every other; test_training.py runs it and reads the results.
 """
 
 from __future__ import annotations
