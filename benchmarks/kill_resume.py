@@ -5,12 +5,13 @@ with the bits of a run that nobody disturbed?
 
 An undisturbed run of examples/train_hf.py on two processes comes first (zero2, dropout, accumulation, asynchronous
 checkpoints every third step); then jobs of the same command, each killed several times: a rank by chance, at a moment
-by chance between its start and as long after as the undisturbed run took. Linux.
+by chance between its start and as long after as the fastest undisturbed run took. Linux.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -29,7 +30,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 RANKS, STEPS = 2, 120
 RUN = f"""
     --model gpt_neox --layers 1 --hidden 32 --heads 4 --ffn 64 --seq-length 32 --batch-size 4 --dropout 0.1
-    --accumulate 2 --plan zero2 --steps {STEPS} --save-every 3 --eval-batches 0 --sample-length 0 --peak-tflops 0.1 --codegen eager
+    --accumulate 2 --plan zero2 --steps {STEPS} --save-every 3 --eval-batches 0 --sample-length 0 --peak-tflops 0.1
+    --codegen eager
 """.split()
 
 
@@ -102,7 +104,9 @@ def disturb(job: subprocess.Popen, folder: pathlib.Path, kills: int, limit: floa
         job.wait(600)
     finally:
         if job.poll() is None:
-            os.killpg(job.pid, signal.SIGKILL)
+            for pid in (job.pid, *workers(job.pid).values()):  # which have sessions of their own
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
     return done
 
 
@@ -144,7 +148,9 @@ def measure(count: int, jobs: int, seed: int) -> int:
             wanted = min(-(-count // jobs), count - kills)
             folder = pathlib.Path(root, f"job{number}")
             job = start(folder, text, wanted)
+            begun = time.monotonic()
             done = disturb(job, folder, wanted, limit, chance)
+            limit = limit if done else min(limit, time.monotonic() - begun)
             log = folder.with_suffix(".log").read_text()
             came = [int(n) for n in re.findall(r"goes on from step (\d+)", log)]
             for kill in done:
