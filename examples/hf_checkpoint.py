@@ -97,16 +97,16 @@ class Checkpoints:
 
     def load(self, trainer: Any) -> bool:
         """Go on from the last checkpoint; False where there is none. Ends the run where it is of another run."""
-        told: list[Any] = [None]
-        if self.args.rank == 0 and goes_on(self.args) and (found := self.whole()):
-            told = [str(found[-1])]
+        last: list[Any] = [None]
+        if self.args.rank == 0 and goes_on(self.args) and (whole := self.whole()):
+            last = [str(whole[-1])]
         if self.group is not None:
-            dist.broadcast_object_list(told, src=0, group=self.group)
-        if told[0] is None:
+            dist.broadcast_object_list(last, src=0, group=self.group)
+        if last[0] is None:
             if self.args.resume == "require":
                 fail(f"--resume require: there is no checkpoint in {self.root}")
             return False
-        folder = pathlib.Path(told[0])
+        folder = pathlib.Path(last[0])
         state = json.loads((folder / STATE).read_text())
         refuse_others(state["settings"], read_settings(trainer), folder)
         tensors = make_tensors(trainer)
@@ -169,5 +169,5 @@ def refuse_others(stored: dict[str, Any], now: dict[str, Any], folder: pathlib.P
     """End the run where the checkpoint is of one with other settings."""
     others = [name for name in now if stored.get(name) != now[name]]
     if others:
-        told = "; ".join(f"{flag(n)} {stored.get(n)}, not {now[n]}" for n in others)
-        fail(f"{folder} was written with {told}; give another --save, or --resume never, which removes it")
+        words = "; ".join(f"{flag(n)} {stored.get(n)}, not {now[n]}" for n in others)
+        fail(f"{folder} was written with {words}; give another --save, or --resume never, which removes it")

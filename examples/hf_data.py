@@ -76,12 +76,12 @@ class Documents:
         self.name, paths = find_text(files)
         text = b"\n\n\n".join(p.read_bytes() for p in paths)
         self.fingerprint = hashlib.sha256(text).hexdigest()[:16]
-        found = [d.strip(b"\n") + b"\n" for d in re.split(rb"\n\n\n+", text) if d.strip()]
-        if len(found) < 2:
+        texts = [d.strip(b"\n") + b"\n" for d in re.split(rb"\n\n\n+", text) if d.strip()]
+        if len(texts) < 2:
             raise ValueError("there are less than two documents in the text (parts between two empty lines)")
-        every = min(VALIDATION_EVERY, len(found))
+        every = min(VALIDATION_EVERY, len(texts))
         self.parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
-        for i, document in enumerate(found, 1):
+        for i, document in enumerate(texts, 1):
             self.parts[VALIDATION if i % every == 0 else TRAINING].append(vocabulary.encode(document))
         counts = np.bincount(np.concatenate(self.parts[TRAINING]))
         p = counts[counts > 0] / counts.sum()
@@ -162,11 +162,11 @@ class TextBatches(torch.utils.data.Dataset):
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
         epoch, i = divmod(number, len(self))
-        chosen = self.order(epoch)[i]
+        content = self.order(epoch)[i]
         if self.buckets:
-            tokens, places = self._padded(*chosen)
+            tokens, places = self._padded(*content)
         else:
-            at = chosen[:, None] + np.arange(self.length + 1)
+            at = content[:, None] + np.arange(self.length + 1)
             tokens, places = self.tokens[at], self.places[at]
         random = np.random.default_rng([self.seed, self.part, number, 1])
         batch = getattr(self, f"_{self.kind}")(tokens, places, random)
@@ -194,10 +194,10 @@ class TextBatches(torch.utils.data.Dataset):
     def _hidden(self, tokens: np.ndarray, random: np.random.Generator) -> tuple[np.ndarray, ...]:
         """(what the model reads, what was there, where it was changed), int64 and bool [rows, length]."""
         ids, v = tokens[:, :-1].astype(np.int64), self.vocabulary
-        chosen = (random.random(ids.shape) < MASKED) & (ids >= v.first) & (ids != v.pad) & (ids != v.eos)
+        hidden = (random.random(ids.shape) < MASKED) & (ids >= v.first) & (ids != v.pad) & (ids != v.eos)
         how, other = random.random(ids.shape), random.integers(v.first, v.size, ids.shape)
-        read = np.where(chosen & (how < 0.8), v.mask, np.where(chosen & (how > 0.9), other, ids))
-        return read, ids, chosen
+        read = np.where(hidden & (how < 0.8), v.mask, np.where(hidden & (how > 0.9), other, ids))
+        return read, ids, hidden
 
     def _mask(self, ids: np.ndarray) -> dict[str, np.ndarray]:
         """Which tokens are no padding; rows that are full need none."""
@@ -207,8 +207,8 @@ class TextBatches(torch.utils.data.Dataset):
         return {"attention_mask": (~ended).astype(np.int64)}
 
     def _masked(self, tokens: np.ndarray, places: np.ndarray, random: np.random.Generator) -> dict[str, np.ndarray]:
-        read, ids, chosen = self._hidden(tokens, random)
-        return {"input_ids": read, "labels": np.where(chosen, ids, IGNORED), **self._mask(ids)}
+        read, ids, hidden = self._hidden(tokens, random)
+        return {"input_ids": read, "labels": np.where(hidden, ids, IGNORED), **self._mask(ids)}
 
     def _seq2seq(self, tokens: np.ndarray, places: np.ndarray, random: np.random.Generator) -> dict[str, np.ndarray]:
         """The target is the text without masks (BART's token masking)."""

@@ -103,11 +103,11 @@ def make_config(args: Namespace, vocabulary: Any) -> Any:
             config = _override(args, AutoConfig.from_pretrained(args.from_pretrained))
         args.model, args.kind = config.model_type, find_kind(config.model_type, args.kind)
         return config
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if args.config:
         try:
-            given = json.loads(pathlib.Path(args.config).read_text())
-            args.model = given.pop("model_type")
+            values = json.loads(pathlib.Path(args.config).read_text())
+            args.model = values.pop("model_type")
         except (OSError, ValueError, KeyError, AttributeError) as error:
             fail(f"--config {args.config}: {error}; a JSON file with model_type is expected")
     args.kind = find_kind(args.model, args.kind)
@@ -116,9 +116,9 @@ def make_config(args: Namespace, vocabulary: Any) -> Any:
     with refusals(f"--model {args.model}"):
         default = AutoConfig.for_model(args.model)
         if not args.config:
-            given = small_sizes(default) | OWN.get(args.model, {})
-        given |= {k: v for k, v in tokens_of(args, vocabulary).items() if has(default, k) or k == "num_labels"}
-        return _override(args, AutoConfig.for_model(args.model, **given))
+            values = small_sizes(default) | OWN.get(args.model, {})
+        values |= {k: v for k, v in tokens_of(args, vocabulary).items() if has(default, k) or k == "num_labels"}
+        return _override(args, AutoConfig.for_model(args.model, **values))
 
 
 def small_sizes(default: Any) -> dict[str, Any]:

@@ -146,13 +146,13 @@ def share_plan(plan: Any, sizes: dict[str, int]) -> tuple[Any, dict[str, int]]:
     """The first rank's searched plan, on every rank."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, PLAN)
-        told: list[Any] = [None, None]
+        message: list[Any] = [None, None]
         if dist.get_rank() == 0:
             plan.save(str(path))
-            told = [path.read_text(), sizes]
-        dist.broadcast_object_list(told, src=0)
-        path.write_text(told[0])
-        return mindspeed_fx.Plan.load(str(path)), told[1]
+            message = [path.read_text(), sizes]
+        dist.broadcast_object_list(message, src=0)
+        path.write_text(message[0])
+        return mindspeed_fx.Plan.load(str(path)), message[1]
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -188,8 +188,8 @@ def divide(args: Namespace, losses: nn.Module, plan: Any, sizes: dict[str, int],
     if plan is None:
         return losses.to(device)
     if (count := math.prod(sizes.values())) != args.world_size:
-        told = ", ".join(f"{d}={n}" for d, n in sizes.items())
-        fail(f"--mesh {told} is of {count} processes; torchrun started {args.world_size}")
+        words = ", ".join(f"{d}={n}" for d, n in sizes.items())
+        fail(f"--mesh {words} is of {count} processes; torchrun started {args.world_size}")
     mesh = init_device_mesh(args.device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     try:
         return mindspeed_fx.parallelize(losses.to(device), mesh, plan)

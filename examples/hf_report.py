@@ -80,7 +80,7 @@ def sample(model: nn.Module, kind: str, batch: dict[str, torch.Tensor], vocabula
     training = model.training
     model.eval()
     ids = batch["input_ids"][:1, : length if kind == "seq2seq" else min(32, length)]
-    chosen = model.generate(
+    tokens = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         do_sample=False,
@@ -90,5 +90,5 @@ def sample(model: nn.Module, kind: str, batch: dict[str, torch.Tensor], vocabula
         **({"decoder_start_token_id": vocabulary.start} if kind == "seq2seq" else {}),
     )
     model.train(training)
-    new = chosen[0] if kind == "seq2seq" else chosen[0, ids.shape[1] :]
+    new = tokens[0] if kind == "seq2seq" else tokens[0, ids.shape[1] :]
     return f"sample: {vocabulary.decode(ids[0].tolist())!r} -> {vocabulary.decode(new.tolist())!r}"

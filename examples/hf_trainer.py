@@ -177,9 +177,9 @@ class Trainer:
                 plot(self.log, self.documents.entropy, folder / "loss.png", unit, known)
         if text:
             batch = {n: t.to(self.device) for n, t in self.batches[VALIDATION][0].items()}
-            told = hf_report.sample(self.losses.model, args.kind, batch, self.vocabulary, args.sample_length)
+            line = hf_report.sample(self.losses.model, args.kind, batch, self.vocabulary, args.sample_length)
             if args.rank == 0:
-                print(told)
+                print(line)
         if dist.is_initialized():
             dist.barrier()
 
