@@ -174,6 +174,15 @@ def test_pretrained_weights_are_where_training_begins(ranks, tmp_path, train):
         assert torch.equal(found[f"model.{name}"], value), name
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_job_whose_ranks_are_killed_ends_with_the_bits_of_an_undisturbed_run():
+    """``python -m benchmarks.kill_resume`` does it twenty times."""
+    from benchmarks import kill_resume
+
+    assert kill_resume.measure(count=2, jobs=1, seed=3) == 0
+
+
 def test_a_checkpoint_of_another_run_is_refused_by_name(whole, server, text):
     words = [*SMALL, "--data", text, "--save", str(whole[0]), "--lr", "0.1", "--hidden", "16"]
     done = server.run(words)
