@@ -19,7 +19,7 @@ SMALL = """
 """.split()
 COMPILED, EAGER = ["--codegen", "eager"], ["--backend", "eager"]
 MODELS = {"causal": "qwen3", "masked": "bert", "seq2seq": "t5", "vision": "vit"}
-NO_HEADS = {"bert": ("--head-dim", "8"), "vit": ("--head-dim", "8")}
+NO_HEADS = dict.fromkeys(("bert", "vit", "gpt_neox"), ("--head-dim", "8"))
 """What an architecture has no such size for."""
 
 
