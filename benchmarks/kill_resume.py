@@ -43,7 +43,7 @@ class Kill:
         rank: that was killed.
         seconds: after the start of its process.
         stood: the last whole checkpoint then.
-        writing: whether another was being written.
+        writing: whether another was being written then, or when the kill before came.
     """
 
     rank: int
