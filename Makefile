@@ -1,4 +1,4 @@
-# Two commands, each doing all its own set-up: `make train` and `make test`.
+# Commands that do all their own set-up: `make train`, `make train-hf` and `make test`.
 PYTHON ?= python3
 VENV ?= .venv
 TRITON ?= build/triton
@@ -12,7 +12,7 @@ MAKEFLAGS += -j
 # Where the environment forbids byte code every process would compile torch's sources anew: 17 s of imports in place of 7.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: train lint test test-slow test-npu test-suites fuzz docs clean
+.PHONY: train train-hf lint test test-slow test-npu test-suites fuzz docs clean
 
 train: $(VENV)/ready
 	$(RUN) examples/pretrain_gpt.py $(ARGS)
@@ -20,6 +20,11 @@ train: $(VENV)/ready
 # One process per core, one thread each; CI, so that torch is as strict here as it is there.
 SPREAD ?= -n auto --dist worksteal
 SETTINGS := CI=1 OMP_NUM_THREADS=1 MINDSPEED_FX_TRITON=$(TRITON) MINDSPEED_FX_TOOLCHAIN=$(TOOLCHAIN)
+
+# On several processes with RANKS=4.
+RANKS ?= 1
+train-hf: $(VENV)/ready
+	$(VENV)/bin/torchrun --standalone --nproc-per-node $(RANKS) examples/train_hf.py $(ARGS)
 
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import pathlib
-import sysconfig
 
 import numpy as np
 import torch
+from library_text import find_text
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
@@ -20,13 +20,6 @@ VOCABULARY = 256
 VALIDATION_EVERY = 20
 """One block of text in this many is held out."""
 BLOCK = 2**16
-
-
-def find_standard_library() -> list[pathlib.Path]:
-    """Source files of the Python that runs this, in a fixed order; tests, caches and installed packages left out."""
-    root = pathlib.Path(sysconfig.get_paths()["stdlib"])
-    skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"}
-    return sorted(p for p in root.rglob("*.py") if not skipped & set(p.relative_to(root).parts))
 
 
 class Corpus:
@@ -41,12 +34,7 @@ class Corpus:
     """
 
     def __init__(self, files: list[str] | None, cache: str):
-        paths = [pathlib.Path(f) for f in files] if files else find_standard_library()
-        absent = [str(p) for p in paths if not p.is_file()]
-        if absent:
-            raise FileNotFoundError(f"there is no file {', '.join(absent)}")
-        version = sysconfig.get_python_version()
-        self.name = ", ".join(files) if files else f"source text of the Python {version} standard library"
+        self.name, paths = find_text(files)
         stamp = "\n".join(f"{p}:{p.stat().st_size}:{p.stat().st_mtime_ns}" for p in paths)
         self.folder = pathlib.Path(cache, f"indexed-{hashlib.sha256(stamp.encode()).hexdigest()[:16]}")
         done = self.folder / "done"

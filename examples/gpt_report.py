@@ -138,8 +138,10 @@ def start_progress(total: int, done: int) -> Callable[[str, bool], None]:
     return show_bar
 
 
-def plot(log: list[dict], entropy: float, path: pathlib.Path) -> None:
-    """Losses of every step, and of validation, into ``path``."""
+def plot(
+    log: list[dict], entropy: float, path: pathlib.Path, unit: str = "byte", known: str = "unigram entropy"
+) -> None:
+    """Losses of every step, and of validation, into ``path``; ``known``: what has a loss of ``entropy``."""
     try:
         import matplotlib
     except ImportError:
@@ -153,8 +155,8 @@ def plot(log: list[dict], entropy: float, path: pathlib.Path) -> None:
     points = [(r["step"], r["validation"]) for r in log if "validation" in r]
     if points:
         axes.plot(*zip(*points), marker="o", label="validation")
-    axes.axhline(entropy, linestyle="--", color="gray", label="unigram entropy")
-    axes.set(xlabel="step", ylabel="loss (nats per byte)")
+    axes.axhline(entropy, linestyle="--", color="gray", label=known)
+    axes.set(xlabel="step", ylabel=f"loss (nats per {unit})")
     axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)

@@ -1,9 +1,11 @@
-"""Runs of examples/pretrain_gpt.py in forks of a process that has imported torch, Megatron and the adaptor once, so
-that a run costs what it computes; one fork is one rank.
+"""Runs of examples/pretrain_gpt.py and examples/train_hf.py in forks of a process that has imported torch and what the
+script needs once, so that a run costs what it computes; one fork is one rank.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 import runpy
 import sys
@@ -33,14 +35,22 @@ class Run:
     errors: list[str]
 
 
-class Server(forks.Server):
-    """The process that forks."""
+PARTS = {"pretrain_gpt.py": "gpt_trainer", "train_hf.py": "hf_trainer"}
+"""Script -> the module that imports what it needs."""
 
-    def __init__(self) -> None:
-        super().__init__("from tests import example_runs; example_runs.serve()")
+
+class Server(forks.Server):
+    """The process that forks.
+
+    Args:
+        script: a name in examples/.
+    """
+
+    def __init__(self, script: str = "pretrain_gpt.py") -> None:
+        super().__init__(f"from tests import example_runs; example_runs.serve({script!r})")
 
     def run(self, words: list[str], ranks: int = 1, seconds: float = 300, kill_once: str = "") -> Run:
-        """``torchrun --nproc_per_node ranks examples/pretrain_gpt.py words``.
+        """``torchrun --nproc_per_node ranks examples/SCRIPT words``.
 
         Args:
             words: of the command line.
@@ -55,14 +65,14 @@ class Server(forks.Server):
             return Run(codes, Path(folder, "0.out").read_text(errors="replace"), errors)
 
 
-def serve() -> None:
+def serve(script: str) -> None:
     """Answer requests until standard input ends."""
-    forks.answer(_prepare, _run)
+    forks.answer(functools.partial(_prepare, PARTS[script]), functools.partial(_run, script))
 
 
-def _prepare() -> None:
+def _prepare(module: str) -> None:
     sys.path.insert(0, str(EXAMPLES))
-    import gpt_trainer  # noqa: F401
+    importlib.import_module(module)
     import matplotlib
     import torch._dynamo.utils  # noqa: F401
 
@@ -72,26 +82,27 @@ def _prepare() -> None:
     import matplotlib.pyplot  # noqa: F401
 
 
-def _run(request: dict[str, Any]) -> list[int]:
+def _run(script: str, request: dict[str, Any]) -> list[int]:
     port, kill_once = forks.free_port(), request["kill_once"]
-    pids = [_fork(rank, port, request) for rank in range(request["ranks"])]
+    pids = [_fork(script, rank, port, request) for rank in range(request["ranks"])]
     is_there = lambda: bool(kill_once) and os.path.exists(kill_once)  # noqa: E731
     return forks.wait(pids, request["seconds"], grace=10, stop=is_there)[0]
 
 
-def _fork(rank: int, port: int, request: dict[str, Any]) -> int:
+def _fork(script: str, rank: int, port: int, request: dict[str, Any]) -> int:
     def run() -> int:
         if request["ranks"] > 1:
             forks.take_place(rank, request["ranks"], port)
-        forks.share_write_results()
-        return _run_script(request["words"])
+        if script == "pretrain_gpt.py":
+            forks.share_write_results()
+        return _run_script(script, request["words"])
 
     return forks.start(run, *(f"{request['folder']}/{rank}.{suffix}" for suffix in ("out", "err")))
 
 
-def _run_script(words: list[str]) -> int:
+def _run_script(script: str, words: list[str]) -> int:
     """Exit status of the script, as Python gives it."""
-    sys.argv = [str(EXAMPLES / "pretrain_gpt.py"), *words]
+    sys.argv = [str(EXAMPLES / script), *words]
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as end:

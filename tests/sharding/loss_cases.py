@@ -302,6 +302,7 @@ def _(v):
         h.roll(1, 1),
         h.flip(1),
         h.diff(dim=1),
+        h.diff(dim=1, prepend=h[:, :1] - 1, append=h[:, :2]),
         F.pad(h, (0, 0, 1, 2)),
         h.unfold(1, 3, 1),
         h.tril(),

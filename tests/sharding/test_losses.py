@@ -43,6 +43,11 @@ def test_what_was_wrong(plan):
     assert error(WRONG_BEFORE, plan) <= TOLERANCE
 
 
+def test_what_stands_before_a_difference_is_divided_as_it_is():
+    """Hugging Face's documents in a row are told apart so."""
+    assert error(["roll, flip, diff, pad, unfold"], "zero2") <= TOLERANCE
+
+
 def test_a_gradient_that_is_off_is_seen(monkeypatch):
     """The comparison fails where DTensor runs the loss."""
     from mindspeed_fx.sharding.spmd import program

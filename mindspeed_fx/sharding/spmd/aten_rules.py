@@ -49,7 +49,7 @@ TRUSTED = frozenset(
 ALONG = {
     **dict.fromkeys(
         "sort argsort topk softmax log_softmax _softmax _log_softmax cumsum cumprod logcumsumexp cummax "
-        "cummin flip roll glu diff index_select unfold".split(),
+        "cummin flip roll glu index_select unfold".split(),
         True,
     ),
     **dict.fromkeys(
@@ -271,6 +271,11 @@ def _index_add(arguments: dict, x: DTensor, rest: list[DTensor]) -> list[Strateg
     return [(d, [d, REPLICATED, d]) for d in range(x.ndim) if d != arguments["dim"] % x.ndim]
 
 
+def _diff(arguments: dict, x: DTensor, rest: list[DTensor]) -> list[Strategy]:
+    """What stands before and behind ``x`` is divided as it is."""
+    return [(d, [d] * (1 + len(rest))) for d in range(x.ndim) if d != arguments["dim"] % x.ndim]
+
+
 def _einsum(arguments: dict, x: DTensor, rest: list[DTensor]) -> list[Strategy]:
     """By every letter of the result. DTensor (2.13) views the operands for a product of matrices, and cannot part what
     several mesh dimensions divide."""
@@ -299,6 +304,7 @@ RULES: dict[str, Callable[[dict, DTensor, list[DTensor]], list[Strategy]]] = {
     "pad": _pad, "constant_pad_nd": _pad,
     "one_hot": _one_hot, "bucketize": _leading(0),
     "index_add": _index_add,
+    "diff": _diff,
     "repeat_interleave": _repeat_interleave,
     "einsum": _einsum,
 }  # fmt: skip
