@@ -43,6 +43,7 @@ from mindspeed_fx.training import (
     gradient_ready,
     late_gradients,
     optimizer_in_backward,
+    freed_weights,
     param_gather,
 )
 
@@ -87,7 +88,7 @@ class Compilation:
         """False on the meta device too: before it calls passes, Inductor leaves empty outputs of such a graph alone."""
         self.averaged: list = []
         self.steps: optimizer_in_backward.Steps | gradient_ready.Announcements | None = None
-        self.gathers = param_gather.Gathers(())
+        self.gathers, self.freed = param_gather.Gathers(()), freed_weights.FreedWeights(())
         self.late: tuple[late_gradients.Queue, dict[int, torch.Tensor]] | None = None
         self.sharding: Any = None
         """Of a parallelized model: its :class:`mindspeed_fx.sharding.parallelized_graph.ParallelizedGraph`."""
@@ -137,7 +138,7 @@ class Compilation:
             self.steps = optimizer_in_backward.Steps(gm, inputs)
         elif gradient_ready.has_listeners(inputs):
             self.steps = gradient_ready.Announcements(gm, inputs)
-        self.gathers = param_gather.Gathers(inputs)
+        self.gathers, self.freed = param_gather.Gathers(inputs), freed_weights.FreedWeights(inputs)
         self._take_late(inputs)
         if self.steps is not None:
             inputs = self.steps.inputs
@@ -147,7 +148,7 @@ class Compilation:
             table = npu.decompositions()
         if self.options.codegen == "npugraph_ex" and (why := npu.problem()):
             raise OptionError(f'option "codegen" is "npugraph_ex": {why}')
-        name = identity(self.options) + self.gathers.identity
+        name = identity(self.options) + self.gathers.identity + self.freed.identity
         # A plan's local program is traced from the captured graph, so that capture can't wait for Inductor's hook.
         captured_by_hook = _Captured(self, gm, name) if self.generates and not plan else None
         if captured_by_hook is None:
@@ -259,6 +260,7 @@ class Compilation:
             self.sharding.program.traffic.backward = ""  # what fails from here on is no gradient
         gradient_ready.mark(joint)
         self.gathers.mark(joint)
+        self.freed.mark(joint)
         progress.enter("joint passes")
         with self._timed("passes"):
             self.pipeline.run("joint", "joint", joint, self.record, self.readable, self.sharding)

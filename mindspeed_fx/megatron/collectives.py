@@ -131,11 +131,11 @@ class _UnevenGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group, sizes, reduce):
         ctx.group, ctx.sizes, ctx.reduce = group, sizes, reduce
-        return _gather_parts(x, group, sizes)
+        return gather_parts(x, group, sizes)
 
     @staticmethod
     def backward(ctx, grad):
-        back = _scatter_sum if ctx.reduce else _own_rows
+        back = scatter_sum if ctx.reduce else _own_rows
         return back(grad, ctx.group, ctx.sizes), None, None, None
 
 
@@ -149,7 +149,7 @@ class _UnevenScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _gather_parts(grad, ctx.group, ctx.sizes), None, None
+        return gather_parts(grad, ctx.group, ctx.sizes), None, None
 
 
 class _UnevenReduceScatter(torch.autograd.Function):
@@ -158,20 +158,20 @@ class _UnevenReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group, sizes):
         ctx.group, ctx.sizes = group, sizes
-        return _scatter_sum(x, group, sizes)
+        return scatter_sum(x, group, sizes)
 
     @staticmethod
     def backward(ctx, grad):
-        return _gather_parts(grad, ctx.group, ctx.sizes), None, None
+        return gather_parts(grad, ctx.group, ctx.sizes), None, None
 
 
-def _gather_parts(x: Tensor, group: Any, sizes: list[int]) -> Tensor:
+def gather_parts(x: Tensor, group: Any, sizes: list[int]) -> Tensor:
     """x [sizes[rank], ...] of every rank -> [sum(sizes), ...]."""
     whole = _all_gather(_lengthen(x, max(sizes)), 0, group)
     return torch.cat([part[:n] for part, n in zip(whole.chunk(len(sizes), 0), sizes)], 0)
 
 
-def _scatter_sum(x: Tensor, group: Any, sizes: list[int]) -> Tensor:
+def scatter_sum(x: Tensor, group: Any, sizes: list[int]) -> Tensor:
     """x [sum(sizes), ...] of every rank -> the sum's own part, [sizes[rank], ...]."""
     longest = max(sizes)
     own = _reduce_scatter(torch.cat([_lengthen(part, longest) for part in x.split(sizes, 0)], 0), 0, group)
