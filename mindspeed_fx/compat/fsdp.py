@@ -15,32 +15,39 @@ class DividedWeight:
 
     Args:
         module, name: where it stands.
-        parameter: the DTensor, of which this rank holds some of the rows.
-        rows: of the whole, on every rank of ``group``.
+        fsdp: torch's own record of it.
         group: the ranks that hold one copy among them.
         copies: the ranks that hold the same rows, None where there is one copy.
         device: on which the model computes.
         compute_dtype: of the whole weight.
         reduce_dtype: in which gradients are added up; None for the gradient's own.
         is_freed: the whole is freed after the forward, and gathered again for the backward.
-        fsdp: torch's own record of it.
     """
 
     module: nn.Module
     name: str
-    parameter: Any
-    rows: tuple[int, ...]
+    fsdp: Any
     group: Any
     copies: Any
     device: torch.device
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype | None
     is_freed: bool
-    fsdp: Any
+
+    @property
+    def parameter(self) -> Any:
+        """The DTensor, of which this rank holds some of the rows."""
+        return self.fsdp.sharded_param
+
+    def rows(self) -> Tensor:
+        """The memory of this rank's rows, with what lengthens it to the longest of the ranks; the same memory until
+        something gives the parameter another, as a checkpoint may."""
+        self.fsdp.reset_sharded_param()
+        return self.fsdp._sharded_param_data.view(self.fsdp.padded_sharded_param_size)
 
     def as_gradient(self, rows: Tensor) -> Any:
-        """The DTensor of a gradient, of which this rank holds ``rows``."""
-        return self.fsdp.to_sharded_dtensor(rows)
+        """The DTensor of a gradient, of which :meth:`rows` are this rank's."""
+        return self.fsdp.to_sharded_dtensor(rows[: self.fsdp.sharded_size[0]])
 
 
 def weights(model: nn.Module) -> Iterator[DividedWeight]:
@@ -55,24 +62,19 @@ def weights(model: nn.Module) -> Iterator[DividedWeight]:
 
 
 def _weight(fsdp: Any, group: Any, is_freed: bool) -> Iterator[DividedWeight]:
-    parameter, policy, info, mesh = fsdp.sharded_param, group.mp_policy, fsdp._module_info, group.mesh_info
-    ranks = mesh.shard_process_group
-    longest = -(-parameter.shape[0] // ranks.size())
-    rows = tuple(max(0, min(longest, parameter.shape[0] - r * longest)) for r in range(ranks.size()))
+    policy, info, mesh = group.mp_policy, fsdp._module_info, group.mesh_info
     places = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names)]
     for module, name in places:
         yield DividedWeight(
             module,
             name,
-            parameter,
-            rows,
-            ranks,
+            fsdp,
+            mesh.shard_process_group,
             getattr(mesh, "replicate_process_group", None),
             group.device,
-            policy.param_dtype or parameter.dtype,
+            policy.param_dtype or fsdp.sharded_param.dtype,
             policy.reduce_dtype,
             is_freed,
-            fsdp,
         )
 
 

@@ -44,6 +44,11 @@ def all_reduce(x: Tensor, group: Any) -> Tensor:
     return _all_reduce(x.detach(), group)
 
 
+def reduce_scatter(x: Tensor, group: Any) -> Tensor:
+    """x [ranks * n, ...] -> the own rows of the sum over ranks, [n, ...], without a gradient."""
+    return _reduce_scatter(x.detach(), 0, group)
+
+
 def _reduce_scatter(x: Tensor, dim: int, group: Any) -> Tensor:
     return functional.wait_tensor(functional.reduce_scatter_tensor(x.contiguous(), "sum", dim, group))
 
@@ -131,11 +136,11 @@ class _UnevenGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group, sizes, reduce):
         ctx.group, ctx.sizes, ctx.reduce = group, sizes, reduce
-        return gather_parts(x, group, sizes)
+        return _gather_parts(x, group, sizes)
 
     @staticmethod
     def backward(ctx, grad):
-        back = scatter_sum if ctx.reduce else _own_rows
+        back = _scatter_sum if ctx.reduce else _own_rows
         return back(grad, ctx.group, ctx.sizes), None, None, None
 
 
@@ -149,7 +154,7 @@ class _UnevenScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return gather_parts(grad, ctx.group, ctx.sizes), None, None
+        return _gather_parts(grad, ctx.group, ctx.sizes), None, None
 
 
 class _UnevenReduceScatter(torch.autograd.Function):
@@ -158,20 +163,20 @@ class _UnevenReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group, sizes):
         ctx.group, ctx.sizes = group, sizes
-        return scatter_sum(x, group, sizes)
+        return _scatter_sum(x, group, sizes)
 
     @staticmethod
     def backward(ctx, grad):
-        return gather_parts(grad, ctx.group, ctx.sizes), None, None
+        return _gather_parts(grad, ctx.group, ctx.sizes), None, None
 
 
-def gather_parts(x: Tensor, group: Any, sizes: list[int]) -> Tensor:
+def _gather_parts(x: Tensor, group: Any, sizes: list[int]) -> Tensor:
     """x [sizes[rank], ...] of every rank -> [sum(sizes), ...]."""
     whole = _all_gather(_lengthen(x, max(sizes)), 0, group)
     return torch.cat([part[:n] for part, n in zip(whole.chunk(len(sizes), 0), sizes)], 0)
 
 
-def scatter_sum(x: Tensor, group: Any, sizes: list[int]) -> Tensor:
+def _scatter_sum(x: Tensor, group: Any, sizes: list[int]) -> Tensor:
     """x [sum(sizes), ...] of every rank -> the sum's own part, [sizes[rank], ...]."""
     longest = max(sizes)
     own = _reduce_scatter(torch.cat([_lengthen(part, longest) for part in x.split(sizes, 0)], 0), 0, group)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Callable
+from typing import Any, Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -22,31 +22,32 @@ from mindspeed_fx.training import freed_weights
 
 
 class Rows:
-    """This rank's rows of a weight, as a leaf of the graph's gradients that shares the DTensor's memory.
+    """This rank's rows of a weight, as a leaf of the graph's gradients in the DTensor's memory.
+
+    With what lengthens them to the longest of the ranks, so that every rank has the same graph.
 
     Args:
         weight: of which they are.
     """
 
     def __init__(self, weight: fsdp.DividedWeight) -> None:
-        self.group, self.copies, self.sizes, self.device = weight.group, weight.copies, weight.rows, weight.device
-        self.compute_dtype, self.reduce_dtype = weight.compute_dtype, weight.reduce_dtype
-        self.leaf = nn.Parameter(_local(weight), requires_grad=weight.parameter.requires_grad)
+        self.weight, self.group, self.copies, self.device = weight, weight.group, weight.copies, weight.device
+        self.length, self.types = weight.parameter.shape[0], (weight.compute_dtype, weight.reduce_dtype)
+        self.leaf = nn.Parameter(weight.rows(), requires_grad=weight.parameter.requires_grad)
         if weight.is_freed:
             freed_weights.free_after_forward(self.leaf)
         if weight.parameter.requires_grad:
             self.leaf.register_post_accumulate_grad_hook(functools.partial(_hand_over, weight))
 
     def whole(self) -> Tensor:
-        """The weight, [sum of sizes, ...] in the type that computes."""
-        if len(self.sizes) == 1 and self.copies is None:
-            return self.leaf.to(self.device, self.compute_dtype)
-        types = self.compute_dtype, self.reduce_dtype
-        return _Whole.apply(self.leaf, self.group, self.copies, self.sizes, self.device, types)
+        """The weight, [length, ...] in the type that computes."""
+        return _Whole.apply(self.leaf, self.length, self.group, self.copies, self.device, self.types)
 
-
-def _local(weight: fsdp.DividedWeight) -> Tensor:
-    return weight.parameter.detach().to_local()
+    def follow(self) -> None:
+        """Be the DTensor's memory also where something has given it another."""
+        rows = self.weight.rows()
+        if rows.data_ptr() != self.leaf.data_ptr():
+            self.leaf.data = rows
 
 
 def _hand_over(weight: fsdp.DividedWeight, leaf: Tensor) -> None:
@@ -60,24 +61,25 @@ class _Whole(torch.autograd.Function):
     """Forward: all-gather of rows. Backward: the mean gradient's own rows, over all ranks of all copies."""
 
     @staticmethod
-    def forward(ctx, rows, group, copies, sizes, device, types):
+    def forward(ctx, rows, length, group, copies, device, types):
         compute_dtype, ctx.reduce_dtype = types
-        ctx.group, ctx.copies, ctx.sizes, ctx.home = group, copies, sizes, (rows.device, rows.dtype)
+        ctx.group, ctx.copies, ctx.home = group, copies, (rows.device, rows.dtype)
         rows = rows.to(device, compute_dtype)
-        if len(sizes) == 1:
+        if group.size() == 1:
             return rows.clone()
-        if min(sizes) == max(sizes):
-            return collectives.gather(rows, group)
-        return collectives.gather_parts(rows, group, sizes)
+        whole = collectives.gather(rows, group)
+        ctx.more = whole.shape[0] - length
+        return whole[:length].clone() if ctx.more else whole
 
     @staticmethod
     def backward(ctx, grad):
-        ranks = len(ctx.sizes) * (1 if ctx.copies is None else ctx.copies.size())
+        ranks = ctx.group.size() * (1 if ctx.copies is None else ctx.copies.size())
         grad = grad.to(ctx.reduce_dtype or grad.dtype)
         before = first_divisor(ranks, grad.dtype)
         grad = grad / before if before > 1 else grad
-        if len(ctx.sizes) > 1:
-            grad = collectives.scatter_sum(grad, ctx.group, ctx.sizes)
+        if ctx.group.size() > 1:
+            grad = torch.cat([grad, grad.new_zeros(ctx.more, *grad.shape[1:])]) if ctx.more else grad
+            grad = collectives.reduce_scatter(grad, ctx.group)
         if ctx.copies is not None:
             grad = collectives.all_reduce(grad, ctx.copies)
         return (grad / (ranks / before)).to(*ctx.home), None, None, None, None, None
@@ -98,24 +100,21 @@ def compile_whole(model: nn.Module, options: dict[str, Any]) -> None:
     """
     rows: dict[int, Rows] = {}
     by_module: dict[nn.Module, dict[str, Rows]] = {}
-    weights = list(fsdp.weights(model))
-    for weight in weights:
-        shared = rows.setdefault(id(weight.parameter), Rows(weight))
-        by_module.setdefault(weight.module, {})[weight.name] = shared
+    for weight in fsdp.weights(model):
+        if id(weight.fsdp) not in rows:
+            rows[id(weight.fsdp)] = Rows(weight)
+        by_module.setdefault(weight.module, {})[weight.name] = rows[id(weight.fsdp)]
     for module, of_names in by_module.items():
         _read_gathered(module, of_names)
     for module, policy in fsdp.take_off_hooks(model):
         _cast_as(module, policy)
     dynamo.compile_alone(module=model, backend="mindspeed", fullgraph=True, options=options)
-    dynamo.before_compiled_calls(model, lambda: _follow(weights, rows))
+    dynamo.before_compiled_calls(model, lambda: _follow(rows.values()))
 
 
-def _follow(weights: list[fsdp.DividedWeight], rows: dict[int, Rows]) -> None:
-    """Leaves are their DTensors' memory, also where something has put other memory there."""
-    for weight in weights:
-        local, leaf = _local(weight), rows[id(weight.parameter)].leaf
-        if local.data_ptr() != leaf.data_ptr():
-            leaf.data = local
+def _follow(rows: Iterable[Rows]) -> None:
+    for each in rows:
+        each.follow()
 
 
 def _read_gathered(module: nn.Module, rows: dict[str, Rows]) -> None:

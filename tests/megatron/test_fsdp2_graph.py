@@ -106,7 +106,9 @@ def worker(rank: int, store: str, world: int, names: list[str]) -> None:
             if one.grad is not None:
                 assert one.grad.placements == other.grad.placements == one.placements
                 assert one.grad.dtype == other.grad.dtype and one.grad.to_local().shape == other.grad.to_local().shape
-                torch.testing.assert_close(one.grad.full_tensor(), other.grad.full_tensor(), rtol=tolerance, atol=tolerance)
+                torch.testing.assert_close(
+                    one.grad.full_tensor(), other.grad.full_tensor(), rtol=tolerance, atol=tolerance
+                )
         with torch.no_grad():  # as an optimizer, and as a checkpoint that brings memory of its own
             for one, other in zip(whole.parameters(), hooked.parameters()):
                 one.mul_(0.5)

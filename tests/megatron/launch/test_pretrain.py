@@ -96,7 +96,7 @@ def test_sixteen_bits_with_float32_main_weights(dtype):
 
 @pytest.mark.slow
 def test_torch_fsdp2_trains_as_the_replicated_model():
-    """Each layer is a graph, alike ones the same; Megatron asks for more connections than one."""
+    """One graph for the chunk; Megatron asks for more connections than one."""
     flags = "--use-torch-fsdp2 --ckpt-format torch_dist --no-gradient-accumulation-fusion"
     more = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
     replicated = train("", 2, EAGER)
