@@ -40,10 +40,10 @@ from mindspeed_fx.sharding import parallelized_graph as sharding
 from mindspeed_fx.training import (
     data_parallel,
     flop_count,
+    freed_weights,
     gradient_ready,
     late_gradients,
     optimizer_in_backward,
-    freed_weights,
     param_gather,
 )
 

@@ -1,8 +1,8 @@
 """A chunk that torch's FSDP2 divides as one graph: weights are gathered, and gradients scattered, inside it.
 
 FSDP2 does both in hooks of modules that torch keeps from Dynamo (``torch._dynamo.disable``; 2.13 has no setting that
-would trace them), so that with its hooks a chunk is a graph between any two of them. Here the hooks are taken off when a
-chunk is compiled. Where the model reads a weight, its graph gathers the rows of all ranks, and its backward sends the
+would trace them), so that with its hooks a chunk is a graph between any two of them. Here the hooks are taken off when
+a chunk is compiled. Where the model reads a weight, its graph gathers the rows of all ranks, and its backward sends the
 sum of the gradient's rows to their ranks, in FSDP2's types and divided as FSDP2 divides; which gathers run beside which
 compute is the scheduler's. Parameters stay FSDP2's DTensors for optimizers, clipping and checkpoints.
 """
