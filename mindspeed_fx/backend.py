@@ -27,6 +27,7 @@ from mindspeed_fx.kernels.lower import lower
 from mindspeed_fx.kernels.npu import acl_graph
 from mindspeed_fx.modules import package_hash
 from mindspeed_fx.options import Options
+from mindspeed_fx.partition import written_inputs
 from mindspeed_fx.partition.offload import move
 from mindspeed_fx.partition.order import prepare_early
 from mindspeed_fx.partition.partitioner import Partitioner
@@ -87,6 +88,7 @@ class Compilation:
         self.generates = options.codegen == "inductor" and not is_meta
         """False on the meta device too: before it calls passes, Inductor leaves empty outputs of such a graph alone."""
         self.averaged: list = []
+        self.written: list[int] = []
         self.steps: optimizer_in_backward.Steps | gradient_ready.Announcements | None = None
         self.gathers, self.freed = param_gather.Gathers(()), freed_weights.FreedWeights(())
         self.late: tuple[late_gradients.Queue, dict[int, torch.Tensor]] | None = None
@@ -220,6 +222,7 @@ class Compilation:
             self.pipeline.refuse("captured", reason, self.record)
             self.average(gm)
             return reason
+        self.written = written_inputs.positions(captured)
         self._snapshot("captured", captured, text=False)
         progress.enter("captured passes")
         with self._timed("passes"):
@@ -261,6 +264,7 @@ class Compilation:
         gradient_ready.mark(joint)
         self.gathers.mark(joint)
         self.freed.mark(joint)
+        written_inputs.keep_old_values(joint, self.written)
         progress.enter("joint passes")
         with self._timed("passes"):
             self.pipeline.run("joint", "joint", joint, self.record, self.readable, self.sharding)
