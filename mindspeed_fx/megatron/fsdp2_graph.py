@@ -64,10 +64,7 @@ class _Whole(torch.autograd.Function):
     def forward(ctx, rows, length, group, copies, device, types):
         compute_dtype, ctx.reduce_dtype = types
         ctx.group, ctx.copies, ctx.home = group, copies, (rows.device, rows.dtype)
-        rows = rows.to(device, compute_dtype)
-        if group.size() == 1:
-            return rows.clone()
-        whole = collectives.gather(rows, group)
+        whole = collectives.gather(rows.to(device, compute_dtype), group)
         ctx.more = whole.shape[0] - length
         return whole[:length].clone() if ctx.more else whole
 
@@ -77,9 +74,8 @@ class _Whole(torch.autograd.Function):
         grad = grad.to(ctx.reduce_dtype or grad.dtype)
         before = first_divisor(ranks, grad.dtype)
         grad = grad / before if before > 1 else grad
-        if ctx.group.size() > 1:
-            grad = torch.cat([grad, grad.new_zeros(ctx.more, *grad.shape[1:])]) if ctx.more else grad
-            grad = collectives.reduce_scatter(grad, ctx.group)
+        grad = torch.cat([grad, grad.new_zeros(ctx.more, *grad.shape[1:])]) if ctx.more else grad
+        grad = collectives.reduce_scatter(grad, ctx.group)
         if ctx.copies is not None:
             grad = collectives.all_reduce(grad, ctx.copies)
         return (grad / (ranks / before)).to(*ctx.home), None, None, None, None, None
