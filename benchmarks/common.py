@@ -88,10 +88,10 @@ def rivals(
     return steps
 
 
-def race(title: str, model: torch.nn.Module, steps: dict[str, Step], rounds: int) -> None:
+def race(title: str, model: torch.nn.Module, steps: dict[str, Step], rounds: int, clock: str = "wall") -> None:
     """Print interleaved times and peaks of ``steps``."""
     header(title)
-    times = interleaved(steps, rounds)
+    times = interleaved(steps, rounds, clock=clock)
     table(times, {name: peak_bytes(step, gradient_bytes(model)) for name, step in steps.items()}, "mindspeed")
 
 

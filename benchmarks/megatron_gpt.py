@@ -1,6 +1,6 @@
 """Megatron-core GPT, one training step on CPU: eager, Inductor and mindspeed, interleaved.
 
-    python -m benchmarks.megatron_gpt [--rounds 9] [--case 512|2048|all] [--dtypes float32,bfloat16]
+    python -m benchmarks.megatron_gpt [--rounds 9] [--case 512|2048|all] [--dtypes float32,bfloat16] [--clock wall]
 
 All three run the model with the mindspeed_fx Megatron adaptor, without which it neither runs nor compiles on CPU. The
 loss per token is averaged outside the compiled model, as Megatron's ``loss_func`` does.
@@ -68,21 +68,22 @@ def make_inputs(seq: int, batch: int, vocab: int, **_: int) -> dict[str, torch.T
     return dict(input_ids=ids, position_ids=positions, attention_mask=None, labels=ids.roll(-1, 1))
 
 
-def run(name: str, dtype: torch.dtype, rounds: int) -> None:
+def run(name: str, dtype: torch.dtype, rounds: int, clock: str) -> None:
     case = CASES[name]
     torch.manual_seed(0)
     model = build(dtype, **case).to(dtype)
     inputs = make_inputs(**case)
     steps = common.rivals(model, inputs, lambda loss: loss.mean(), fullgraph=True)
-    common.race(f"Megatron-core GPT, {case}, hidden 512, 8 heads, 4 kv heads, ffn 1408, {dtype}", model, steps, rounds)
+    title = f"Megatron-core GPT, {case}, hidden 512, 8 heads, 4 kv heads, ffn 1408, {dtype}, {clock} time"
+    common.race(title, model, steps, rounds, clock)
 
 
 if __name__ == "__main__":
-    options = common.arguments(rounds=9, case="all", dtypes="float32,bfloat16")
+    options = common.arguments(rounds=9, case="all", dtypes="float32,bfloat16", clock="wall")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29555", RANK="0", WORLD_SIZE="1")
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel()
     for case in CASES if options.case == "all" else [options.case]:
         for dtype in options.dtypes.split(","):
-            run(case, getattr(torch, dtype), options.rounds)
+            run(case, getattr(torch, dtype), options.rounds, options.clock)
     dist.destroy_process_group()

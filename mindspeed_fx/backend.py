@@ -28,6 +28,7 @@ from mindspeed_fx.kernels.lower import lower
 from mindspeed_fx.kernels.npu import acl_graph
 from mindspeed_fx.modules import package_hash
 from mindspeed_fx.options import Options
+from mindspeed_fx.partition import written_inputs
 from mindspeed_fx.partition.offload import move
 from mindspeed_fx.partition.order import prepare_early
 from mindspeed_fx.partition.partitioner import Partitioner
@@ -41,6 +42,7 @@ from mindspeed_fx.sharding import parallelized_graph as sharding
 from mindspeed_fx.training import (
     data_parallel,
     flop_count,
+    freed_weights,
     gradient_ready,
     late_gradients,
     optimizer_in_backward,
@@ -87,8 +89,9 @@ class Compilation:
         self.generates = options.codegen == "inductor" and not is_meta
         """False on the meta device too: before it calls passes, Inductor leaves empty outputs of such a graph alone."""
         self.averaged: list = []
+        self.written: list[int] = []
         self.steps: optimizer_in_backward.Steps | gradient_ready.Announcements | None = None
-        self.gathers = param_gather.Gathers(())
+        self.gathers, self.freed = param_gather.Gathers(()), freed_weights.FreedWeights(())
         self.late: late_gradients.Late | None = None
         self.between = False, False
         """Of a parallelized stage of a pipeline: whether it receives parts, and sends them."""
@@ -139,7 +142,7 @@ class Compilation:
             self.steps = optimizer_in_backward.Steps(gm, inputs)
         elif gradient_ready.has_listeners(inputs):
             self.steps = gradient_ready.Announcements(gm, inputs)
-        self.gathers = param_gather.Gathers(inputs)
+        self.gathers, self.freed = param_gather.Gathers(inputs), freed_weights.FreedWeights(inputs)
         self._take_late(inputs)
         if self.steps is not None:
             inputs = self.steps.inputs
@@ -149,7 +152,7 @@ class Compilation:
             table = npu.decompositions()
         if self.options.codegen == "npugraph_ex" and (why := npu.problem()):
             raise OptionError(f'option "codegen" is "npugraph_ex": {why}')
-        name = identity(self.options) + self.gathers.identity
+        name = identity(self.options) + self.gathers.identity + self.freed.identity
         # A plan's local program is traced from the captured graph, so that capture can't wait for Inductor's hook.
         captured_by_hook = _Captured(self, gm, name) if self.generates and not plan else None
         if captured_by_hook is None:
@@ -221,6 +224,7 @@ class Compilation:
             self.pipeline.refuse("captured", reason, self.record)
             self.average(gm)
             return reason
+        self.written = written_inputs.positions(captured)
         self._snapshot("captured", captured, text=False)
         progress.enter("captured passes")
         with self._timed("passes"):
@@ -261,6 +265,8 @@ class Compilation:
             self.sharding.program.traffic.backward = ""  # what fails from here on is no gradient
         gradient_ready.mark(joint)
         self.gathers.mark(joint)
+        self.freed.mark(joint)
+        written_inputs.keep_old_values(joint, self.written)
         progress.enter("joint passes")
         with self._timed("passes"):
             self.pipeline.run("joint", "joint", joint, self.record, self.readable, self.sharding)

@@ -119,6 +119,13 @@ def mark_recompute(node: fx.Node) -> None:
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
 
+def mark_save(node: fx.Node) -> None:
+    """Have the backward read what the forward made, where it needs ``node``."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
 def must_save(node: fx.Node) -> bool:
     """True for what a checkpoint policy, a side effect or a collective keeps from being recomputed."""
     from torch.utils.checkpoint import CheckpointPolicy

@@ -68,9 +68,8 @@ def clipped_swiglu_backward(
     dup = (grad * g * s).where(v.abs() <= limit, 0)
     if up is not None:
         return dgate.to(x.dtype).contiguous(), dup.to(up.dtype).contiguous()
-    return (torch.stack((dgate, dup), -1).flatten(-2) if interleaved else torch.cat((dgate, dup), -1)).to(
-        x.dtype
-    ), x.new_empty(0)
+    pair = dgate.to(x.dtype), dup.to(x.dtype)
+    return torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1), x.new_empty(0)
 
 
 def _setup(ctx, inputs, output):

@@ -81,7 +81,7 @@ def glu_backward(grad: Tensor, x: Tensor, up: Tensor | None, activation: str) ->
     g, wide, u = grad.to(dtype), gate.to(dtype), u.to(dtype)
     dgate, dup = g * u * _derivative(wide, activation), g * _activate(wide, activation)
     if up is None:
-        return torch.cat((dgate, dup), -1).to(x.dtype), x.new_empty(0)
+        return torch.cat((dgate.to(x.dtype), dup.to(x.dtype)), -1), x.new_empty(0)
     return dgate.to(x.dtype).contiguous(), dup.to(up.dtype).contiguous()
 
 

@@ -59,7 +59,7 @@ def swiglu_backward(grad: Tensor, x: Tensor, up: Tensor | None = None) -> tuple[
     s = torch.sigmoid(wide)
     dgate, dup = g * u * s * (1 + wide * (1 - s)), g * wide * s
     if up is None:
-        return torch.cat((dgate, dup), -1).to(x.dtype), x.new_empty(0)
+        return torch.cat((dgate.to(x.dtype), dup.to(x.dtype)), -1), x.new_empty(0)
     return dgate.to(x.dtype).contiguous(), dup.to(up.dtype).contiguous()
 
 

@@ -75,8 +75,9 @@ _LIMITS = (
     "The dispatcher flex needs DeepEP or HybridEP. MoE with a latent projection or with experts of TransformerEngine "
     "or GroupedMLP is left to Megatron's own code; --moe-grouped-gemm without TransformerEngine is experts in "
     "sequence, whose products are one grouped product in the graph.",
-    "With --use-torch-fsdp2 each transformer layer is a graph between FSDP2's hooks, and the rest of the model is "
-    "eager; --use-megatron-fsdp needs CUDA.",
+    "With --use-torch-fsdp2 the graph of a chunk gathers weights one by one and divides gradients again, in place of "
+    "FSDP2's hooks, which torch keeps from Dynamo: num_to_forward_prefetch is the scheduler's to choose there, and "
+    "reshard_after_forward with a size gathers from all ranks; --use-megatron-fsdp needs CUDA.",
     "Overlapped shared experts have no stream of their own in a graph; the compiler orders them.",
     "Deferred embedding weight gradients, and main_grad under Megatron's FSDP, stay with Megatron's autograd.Function, "
     "which writes outside the graph and breaks it. With gradient_accumulation_fusion the flag grad_added_to_main_grad "

@@ -24,9 +24,14 @@ def _scaler(owner: str) -> Any:
 
 @torch.library.custom_op("mindspeed::aux_loss_gradient", mutates_args=())
 def aux_loss_gradient(grad: Tensor, aux_loss: Tensor, owner: str) -> Tensor:
-    """Megatron's scale of the loss, which it sets between forward and backward; ``grad`` only says when."""
+    """Megatron's scale of the loss, which it sets between forward and backward; ``grad`` only says when.
+
+    Returns:
+        It in the type of the loss, to which autograd brings what Megatron's own backward gives: a scale in float32.
+    """
     scale = _scaler(owner).main_loss_backward_scale
-    return torch.ones_like(aux_loss) if scale is None else torch.ones_like(aux_loss) * scale
+    ones = torch.ones_like(aux_loss)
+    return ones if scale is None else ones * torch.as_tensor(scale, dtype=ones.dtype, device=ones.device)
 
 
 @aux_loss_gradient.register_fake

@@ -44,6 +44,11 @@ def all_reduce(x: Tensor, group: Any) -> Tensor:
     return _all_reduce(x.detach(), group)
 
 
+def reduce_scatter(x: Tensor, group: Any) -> Tensor:
+    """x [ranks * n, ...] -> the own rows of the sum over ranks, [n, ...], without a gradient."""
+    return _reduce_scatter(x.detach(), 0, group)
+
+
 def _reduce_scatter(x: Tensor, dim: int, group: Any) -> Tensor:
     return functional.wait_tensor(functional.reduce_scatter_tensor(x.contiguous(), "sum", dim, group))
 

@@ -30,11 +30,12 @@ def grouped_linear(x: Tensor, weights: list[Tensor], counts: Tensor) -> Tensor:
 
 
 def _multiply(x: Tensor, weights: list[Tensor], counts: Tensor) -> Tensor:
-    out = x.new_zeros(x.shape[0], weights[0].shape[0])
+    out = x.new_empty(x.shape[0], weights[0].shape[0])
     start = 0
     for weight, count in zip(weights, counts.tolist()):
         product_of(x[start : start + count], weight.T, out[start : start + count])
         start += count
+    out[start:].zero_()
     return out
 
 
@@ -53,7 +54,7 @@ def grouped_linear_backward(
         is_wide: gradients of 16-bit weights are multiplied and summed in float32, and stay so.
     """
     dtype = torch.promote_types(x.dtype, torch.float32) if is_wide else x.dtype
-    to_x = torch.zeros_like(x)
+    to_x = torch.empty_like(x)
     to_weights = []
     start = 0
     for weight, count in zip(weights, counts.tolist()):
@@ -62,6 +63,7 @@ def grouped_linear_backward(
         to_weights.append(x.new_empty(weight.shape, dtype=dtype))
         product_of(grad[rows].T, x[rows], to_weights[-1])
         start += count
+    to_x[start:].zero_()
     return [to_x, *to_weights]
 
 

@@ -1,8 +1,8 @@
 """``--use-torch-fsdp2``: torch's FSDP2 in Megatron's wrapper, by the file of ``--fsdp2-config-path`` if there is one.
 
 Megatron-core 0.16.1 ends a step with ``finish_grad_sync(force_all_reduce=...)``, which its wrapper of FSDP2 does not
-take, and fails in its first step; gradients are there reduced already. FSDP2 gathers and frees the weights of a layer
-in hooks that Dynamo does not enter, so that the forward of each layer is a graph between them, and the rest is eager.
+take, and fails in its first step; gradients are there reduced already. How a chunk is one graph stands in
+:mod:`mindspeed_fx.megatron.fsdp2_graph`.
 """
 
 from __future__ import annotations
@@ -199,29 +199,6 @@ def is_divided(chunk: nn.Module) -> bool:
             return True
         chunk = getattr(chunk, "module", None)
     return False
-
-
-def compile_layers(model: nn.Module, options: dict[str, Any]) -> None:
-    """Compile the forward of every transformer layer of ``model``, or of what is gathered alone in it, in place.
-
-    Args:
-        options: of the backend.
-    """
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
-    for layer in [m for m in model.modules() if isinstance(m, TransformerLayer)]:
-        for module in _without_hooks_within(layer):
-            module.forward = torch.compile(module.forward, backend="mindspeed", fullgraph=True, options=options)
-
-
-def _without_hooks_within(layer: nn.Module) -> list[nn.Module]:
-    """``layer``, or where FSDP2 has modules of their own in it, the innermost of those."""
-    from torch.distributed.fsdp import FSDPModule
-
-    within = [m for m in layer.modules() if m is not layer and isinstance(m, FSDPModule)]
-    if not within:
-        return [layer]
-    return [m for m in within if not any(isinstance(c, FSDPModule) for c in m.modules() if c is not m)]
 
 
 def group_of_gradient(tensor: Any, data_parallel_group: Any = None) -> Any:

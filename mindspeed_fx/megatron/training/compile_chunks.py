@@ -8,7 +8,17 @@ from typing import Any
 import torch
 
 from mindspeed_fx.compat import dynamo
-from mindspeed_fx.megatron import adaptive_memory, buckets, flags, logged_losses, nanopipe, patches, ripipe, torch_fsdp2
+from mindspeed_fx.megatron import (
+    adaptive_memory,
+    buckets,
+    flags,
+    fsdp2_graph,
+    logged_losses,
+    nanopipe,
+    patches,
+    ripipe,
+    torch_fsdp2,
+)
 from mindspeed_fx.megatron.flags import recomputed
 
 SWITCH = "MINDSPEED_FX_COMPILE"
@@ -68,7 +78,7 @@ def compile_chunk(chunk: torch.nn.Module, options: dict[str, Any]) -> None:
     if has_buckets or hasattr(chunk, "late_gradients"):
         dynamo.compile_alone(module, backend="mindspeed", fullgraph=True, options=options)
     elif torch_fsdp2.is_divided(chunk):
-        torch_fsdp2.compile_layers(module, options)
+        fsdp2_graph.compile_whole(module, options)
     else:
         module.compile(backend="mindspeed", fullgraph=True, options=options)
     if any(adaptive_memory.is_asked(m) for m in module.modules()):

@@ -120,8 +120,8 @@ def refuse(args: Namespace) -> None:
     _refuse_flex(args)
     if getattr(args, "use_megatron_fsdp", False) and groups.kind() != "cuda":
         raise ValueError(
-            f"--use-megatron-fsdp needs CUDA, which it names, and this is {groups.kind()}; --use-distributed-optimizer "
-            "divides the optimizer's state"
+            f"--use-megatron-fsdp needs CUDA, which it names, and this is {groups.kind()}; --use-torch-fsdp2 "
+            "divides weights, gradients and the optimizer's state, --use-distributed-optimizer the last"
         )
 
 

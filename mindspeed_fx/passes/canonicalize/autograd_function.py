@@ -17,6 +17,7 @@ import torch.fx as fx
 from mindspeed_fx.capture.normalize import normalize
 from mindspeed_fx.compat import fake as fake_compat
 from mindspeed_fx.compat import tracing
+from mindspeed_fx.graph.collectives import is_blocking, is_start, is_wait
 from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
 
 NAME = "canonicalize.autograd_function"
@@ -65,6 +66,9 @@ def _not_inlinable(node: fx.Node, forward: fx.GraphModule, backward: fx.GraphMod
     held = [getattr(backward, n.target, None) for n in backward.graph.nodes if n.op == "get_attr"]
     if any(isinstance(value, torch.Tensor) for value in held):
         return "its backward holds a tensor of its own, which it may change"
+    if talks := [n for n in backward.graph.nodes if is_start(n) or is_wait(n) or is_blocking(n)]:
+        # a mean over ranks of the same numbers is those numbers: evaluating them would not tell it from nothing
+        return f"its backward calls {talks[0].target}, whose result other ranks decide"
     for n in forward.graph.nodes:
         if n.op == "get_attr":
             return "its forward holds a constant tensor"

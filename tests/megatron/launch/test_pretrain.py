@@ -96,7 +96,7 @@ def test_sixteen_bits_with_float32_main_weights(dtype):
 
 @pytest.mark.slow
 def test_torch_fsdp2_trains_as_the_replicated_model():
-    """Each layer is a graph, alike ones the same; Megatron asks for more connections than one."""
+    """One graph for the chunk; Megatron asks for more connections than one."""
     flags = "--use-torch-fsdp2 --ckpt-format torch_dist --no-gradient-accumulation-fusion"
     more = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
     replicated = train("", 2, EAGER)
@@ -221,6 +221,25 @@ def test_other_parallel_sizes_go_on_from_a_checkpoint(tmp_path):
             assert rest.losses[k]["lm loss"] == pytest.approx(whole.losses[k]["lm loss"], rel=1e-5)
 
 
+@pytest.mark.slow
+def test_experts_go_on_from_a_checkpoint_with_other_parallel_sizes(tmp_path):
+    """Experts on two ranks with overlapped buckets -> with virtual stages too, with tensor parts too."""
+    flags = """--use-distributed-optimizer --ckpt-format torch_dist --lr-decay-iters 4 --train-iters 4 --num-layers 4
+        --num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-ffn-hidden-size 32
+        --moe-router-load-balancing-type none --overlap-grad-reduce --overlap-param-gather
+        --dist-ckpt-optim-fully-reshardable"""
+    whole = train(f"{flags} --save {tmp_path} --save-interval 2 --expert-model-parallel-size 2", 2)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    for sizes in (
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+    ):
+        rest = train(f"{flags} --load {tmp_path} {sizes} --expert-model-parallel-size 2 --no-load-rng", 4)
+        for k in (3, 4):
+            assert rest.losses[k]["lm loss"] == pytest.approx(whole.losses[k]["lm loss"], rel=1e-5)
+            assert rest.grad_norms[k] == pytest.approx(whole.grad_norms[k], rel=1e-4)
+
+
 def kill(rank: int) -> None:
     """The victim dies in its second save, or in its fourth step."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -243,20 +262,26 @@ def kill(rank: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["save", "step"])
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_costs_nothing_before_the_last_whole_checkpoint(tmp_path, when, victim):
-    flags = (
-        "--use-distributed-optimizer --ckpt-format torch_dist --lr-decay-iters 4 --train-iters 4 --global-batch-size 4"
-    )
-    whole = train(flags, 2)
+@pytest.mark.parametrize(
+    "victim, sizes, world",
+    [
+        (0, "", 2),
+        (1, "", 2),
+        (3, "--bf16 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --overlap-grad-reduce", 4),
+    ],
+)
+def test_a_killed_rank_costs_nothing_before_the_last_whole_checkpoint(tmp_path, when, victim, sizes, world):
+    flags = f"""--use-distributed-optimizer --ckpt-format torch_dist --lr-decay-iters 4 --train-iters 4
+        --global-batch-size 4 {sizes}"""
+    whole = train(flags, world)
 
     save = f"{flags} --save {tmp_path} --save-interval 2"
     broken = runner.run(
-        [*SMALL, *save.split()], 2, environ={**COMPILED, "VICTIM": f"{victim} {when}"}, setup=f"{__name__}:kill"
+        [*SMALL, *save.split()], world, environ={**COMPILED, "VICTIM": f"{victim} {when}"}, setup=f"{__name__}:kill"
     )
     assert broken.error is not None
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
-    rest = train(f"{flags} --load {tmp_path}", 2)
+    rest = train(f"{flags} --load {tmp_path}", world)
     assert rest.losses == {k: whole.losses[k] for k in (3, 4)}
 
 

@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 
+from tests import ranks
 from tests.models import function_agrees
 
 NAME = "canonicalize.autograd_function"
@@ -99,3 +102,36 @@ def test_random_numbers_are_not_evaluated():
 
     report = mindspeed_fx.explain(lambda x: Noisy.apply(x), inputs()[0], options={"codegen": "eager"})
     assert report.counts[NAME] == 0 and "cannot be evaluated" in report.skipped(NAME)[0].reason
+
+
+class Averaged(torch.autograd.Function):
+    """Forward a copy, the mean over ranks in the backward alone."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        whole = functional.wait_tensor(functional.all_reduce(grad.contiguous(), "sum", ctx.group))
+        return whole / ctx.group.size(), None
+
+
+def average(rank: int, store: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    x = torch.ones(3, dtype=torch.double, requires_grad=True)
+    call = torch.compile(
+        lambda x: (Averaged.apply(x, dist.group.WORLD) * (rank + 1)).sum(),
+        backend="mindspeed",
+        fullgraph=True,
+        options={"codegen": "eager"},
+    )
+    call(x).backward()
+    torch.testing.assert_close(x.grad, torch.full_like(x, 1.5))
+    dist.destroy_process_group()
+
+
+def test_a_mean_over_ranks_in_the_backward_stays(tmp_path):
+    """Every rank evaluated it on the same random numbers, whose mean they are: it was taken for nothing."""
+    ranks.spawn(average, (str(tmp_path / "store"),))
