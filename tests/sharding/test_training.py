@@ -15,6 +15,7 @@ TOLERANCE = 1e-7
 pytestmark = pytest.mark.slow  # four processes
 
 
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("experts", [False, True])
 def test_thirty_steps_and_every_checkpoint_under_every_plan(experts, tmp_path):
     plans = list(training_ranks.EXPERTS if experts else training_ranks.PLANS)
@@ -26,5 +27,5 @@ def test_thirty_steps_and_every_checkpoint_under_every_plan(experts, tmp_path):
     assert len(found) == len(plans) + len(plans) ** 2
     for key, result in found.items():
         print(key, result)
-        assert result.pop("clipped", 1) > 0.5 and result.pop("moved", 1) > 0.1, "nothing was clipped, or moved"
+        assert result.pop("clipped", 30) > 10 and result.pop("moved", 1) > 0.1, "nothing was clipped, or moved"
         assert max(result.values()) <= TOLERANCE, (key, result)
