@@ -41,7 +41,8 @@ class FreedWeights:
         """Have the backward make again what is computed from one part alone, from its gather on."""
         names = {f"primals_{i + 1}" for i in self.positions}
         for part in [n for n in joint.graph.find_nodes(op="placeholder") if n.target in names]:
-            alone, gathered = {part}, set()
+            alone: set[fx.Node] = {part}
+            gathered: set[fx.Node] = set()
             for n in joint.graph.nodes:
                 if n.all_input_nodes and alone.issuperset(n.all_input_nodes):
                     alone.add(n)

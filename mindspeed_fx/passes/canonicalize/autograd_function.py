@@ -17,7 +17,6 @@ import torch.fx as fx
 from mindspeed_fx.capture.normalize import normalize
 from mindspeed_fx.compat import fake as fake_compat
 from mindspeed_fx.compat import tracing
-from mindspeed_fx.graph.collectives import is_blocking, is_start, is_wait
 from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
 
 NAME = "canonicalize.autograd_function"
@@ -66,9 +65,6 @@ def _not_inlinable(node: fx.Node, forward: fx.GraphModule, backward: fx.GraphMod
     held = [getattr(backward, n.target, None) for n in backward.graph.nodes if n.op == "get_attr"]
     if any(isinstance(value, torch.Tensor) for value in held):
         return "its backward holds a tensor of its own, which it may change"
-    if talks := [n for n in backward.graph.nodes if is_start(n) or is_wait(n) or is_blocking(n)]:
-        # a mean over ranks of the same numbers is those numbers: evaluating them would not tell it from nothing
-        return f"its backward calls {talks[0].target}, whose result other ranks decide"
     for n in forward.graph.nodes:
         if n.op == "get_attr":
             return "its forward holds a constant tensor"
@@ -84,11 +80,21 @@ def _not_inlinable(node: fx.Node, forward: fx.GraphModule, backward: fx.GraphMod
             )
             if not plain or torch.Tag.nondeterministic_seeded in n.target.tags:
                 return f"its forward calls {n.target}, which cannot be evaluated at compile time"
+    if talks := [n for n in backward.graph.nodes if _is_collective(n)]:
+        # a mean over ranks of the same numbers is those numbers: evaluating them would not tell it from nothing
+        return f"its backward calls {talks[0].target}, whose result other ranks decide"
     values = [a.meta["val"] for a in node.args[2:] if isinstance(a, fx.Node)]
     if not all(isinstance(v, torch.Tensor) for v in values):
         return "it takes symbolic numbers"
     total = sum(_elements(v) for v in values)
     return f"its inputs have {total} elements, too many to evaluate at compile time" if total > MOST_ELEMENTS else None
+
+
+def _is_collective(node: fx.Node) -> bool:
+    """In Dynamo's words too, where a call may be an operator without its overload, or one of torch.distributed's own
+    functions."""
+    name = f"{getattr(node.target, '__module__', '')}.{node.target}"
+    return node.op == "call_function" and any(word in name for word in ("c10d", "torch.distributed", "symm_mem"))
 
 
 def _elements(value: torch.Tensor) -> int:
