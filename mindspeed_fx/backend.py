@@ -44,6 +44,7 @@ from mindspeed_fx.training import (
     late_gradients,
     optimizer_in_backward,
     param_gather,
+    turns,
 )
 
 
@@ -89,6 +90,8 @@ class Compilation:
         self.steps: optimizer_in_backward.Steps | gradient_ready.Announcements | None = None
         self.gathers = param_gather.Gathers(())
         self.late: tuple[late_gradients.Queue, dict[int, torch.Tensor]] | None = None
+        self.takes_turns = False
+        """Two calls of such graphs run beside each other."""
         self.sharding: Any = None
         """Of a parallelized model: its :class:`mindspeed_fx.sharding.parallelized_graph.ParallelizedGraph`."""
         self.pipeline = Pipeline(options)
@@ -139,6 +142,7 @@ class Compilation:
             self.steps = gradient_ready.Announcements(gm, inputs)
         self.gathers = param_gather.Gathers(inputs)
         self._take_late(inputs)
+        self._take_turns(inputs)
         if self.steps is not None:
             inputs = self.steps.inputs
         table = None
@@ -197,6 +201,15 @@ class Compilation:
                 '(--use-nanopipe): "eager"'
             )
         self.late = queue, late_gradients.weights_of(inputs)
+
+    def _take_turns(self, inputs: Sequence[Any]) -> None:
+        """Parameters whose graphs hand over at their waits."""
+        self.takes_turns = turns.is_marked(inputs)
+        if self.takes_turns and self.options.codegen != "eager":
+            raise OptionError(
+                f'option "codegen" is "{self.options.codegen}"; valid where a forward runs beside a backward '
+                '(--moe-fb-overlap): "eager"'
+            )
 
     def _take_recompute(self, plan: Any) -> None:
         """What a plan says of recomputation becomes the option, unless the user's options decide it."""
@@ -330,9 +343,12 @@ class Compilation:
     def run_eagerly(self, gm: fx.GraphModule, inputs: Sequence[Any], side: str) -> Callable:
         with self._progress(), dynamo.alone():
             self.finish_side(gm, side)
+        hand_over = turns.insert if self.takes_turns else None
         if self.late is not None and side == "backward":
             queue, weights = self.late
-            return late_gradients.run_in_parts(gm, list(weights.values()), list(weights), queue)
+            return late_gradients.run_in_parts(gm, list(weights.values()), list(weights), queue, hand_over)
+        if hand_over is not None:
+            hand_over(gm)
         return npu.npugraph_ex(gm, inputs, self.options.npugraph_ex) if self.options.codegen == "npugraph_ex" else gm
 
     def run_inductor(self, gm: fx.GraphModule, inputs: Sequence[Any], compile: Callable, **kwargs: Any) -> Any:

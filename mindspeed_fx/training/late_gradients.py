@@ -64,6 +64,12 @@ class Queue:
         """
         self.waiting.popleft()()
 
+    def run_newest(self, count: int) -> None:
+        """The ``count`` that were put last, in their order, before older ones; of a queue that does not swap."""
+        newest = [self.waiting.pop() for _ in range(count)]
+        for run in reversed(newest):
+            run()
+
 
 def put_off(parameters: Iterable[Tensor], queue: Queue) -> None:
     """Have graphs of these parameters leave their gradients to ``queue``. A graph is then one module's alone."""
@@ -81,17 +87,27 @@ def weights_of(inputs: Sequence[Any]) -> dict[int, Tensor]:
     return {i: x for i, x in enumerate(inputs) if hasattr(x, KEY) and x.requires_grad}
 
 
-def run_in_parts(backward: fx.GraphModule, held: list[Tensor], positions: list[int], queue: Queue) -> Callable:
+def run_in_parts(
+    backward: fx.GraphModule,
+    held: list[Tensor],
+    positions: list[int],
+    queue: Queue,
+    prepare: Callable[[fx.GraphModule], None] | None = None,
+) -> Callable:
     """What runs instead of ``backward``: gradients of the weights are None, and wait in ``queue``.
 
     Args:
         held: the weights.
         positions: of their gradients among what ``backward`` returns.
+        prepare: called with each part but that of the weights.
 
     Raises:
         SplitError: ``backward`` writes in place.
     """
     parts, late = split(backward, positions), set(positions)
+    if prepare is not None:
+        for part in (parts.recompute, parts.inputs):
+            prepare(part.gm)
     names = [n.name for n in backward.graph.nodes if n.op == "placeholder"]
     returned = len(next(n for n in reversed(backward.graph.nodes) if n.op == "output").args[0])
     early = [i for i in range(returned) if i not in late]

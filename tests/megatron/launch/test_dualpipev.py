@@ -1,0 +1,85 @@
+"""DualPipeV over Megatron's chunks: losses and gradient norms of the interleaved schedule, and torch's order."""
+
+from __future__ import annotations
+
+import re
+import zlib
+
+import pytest
+
+from mindspeed_fx.compat import pipelining
+from tests.megatron.launch.test_pretrain import COMPILED, EAGER, train
+
+INTERLEAVED = "--num-virtual-stages-per-pipeline-rank 2"
+V = "--schedules-method dualpipev"
+PIPELINE = "--pipeline-model-parallel-size 2 --num-layers 4 --global-batch-size 8"
+EXPERTS = """--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --moe-router-topk 2
+    --moe-ffn-hidden-size 32 --use-distributed-optimizer --global-batch-size 16"""
+SEEDED = "tests.megatron.launch.test_dualpipev:seed_by_name"
+
+
+def seed_by_name(rank: int) -> None:
+    """A weight's first values are drawn by its name in the whole model, wherever it lies; prints what a rank runs."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.utils import unwrap_model
+    from megatron.training import training
+
+    from mindspeed_fx.megatron.dualpipev import placement
+    from mindspeed_fx.training import turns
+    from mindspeed_fx.training.late_gradients import Queue
+
+    get_model = training.get_model
+
+    def seeded(*args, **kwargs):
+        chunks = get_model(*args, **kwargs)
+        for model in unwrap_model(chunks):
+            numbers = {i: layer.layer_number for i, layer in enumerate(model.decoder.layers)}
+            for name, weight in model.named_parameters():
+                if getattr(weight, "shared", False):
+                    name = "embedding.word_embeddings.weight"
+                whole = re.sub(r"decoder\.layers\.(\d+)", lambda m: f"layer {numbers[int(m[1])]}", name)
+                own = parallel_state.get_expert_model_parallel_rank() if "experts.local" in name else 0
+                generator = torch.Generator().manual_seed(zlib.crc32(f"{whole} {own}".encode()))
+                values = torch.randn(weight.shape, generator=generator) * 0.05 + ("norm" in name)
+                weight.data.copy_(values)
+        if hasattr(chunks[0], "dualpipev"):
+            placement.tie(chunks)
+        return chunks
+
+    training.get_model = seeded
+
+    def told(name, function):
+        def tell(*args, **kwargs):
+            print(f"event: {name}", flush=True)
+            return function(*args, **kwargs)
+
+        return tell
+
+    schedules.forward_step = told("F", schedules.forward_step)
+    schedules.backward_step = told("B", schedules.backward_step)
+    Queue.run_one = told("W", Queue.run_one)
+    turns._Pair.hand_over = told("turn", turns._Pair.hand_over)
+
+
+def events(output: str) -> list[str]:
+    return [x.removeprefix("event: ") for x in output.splitlines() if x.startswith("event: ")]
+
+
+def check_equal(one, other, tolerance=1e-6):
+    assert set(one.losses) == set(other.losses) == {1, 2, 3}
+    for i, losses in one.losses.items():
+        assert other.losses[i] == pytest.approx(losses, rel=tolerance)
+        assert other.grad_norms[i] == pytest.approx(one.grad_norms[i], rel=tolerance)
+
+
+@pytest.mark.parametrize("words, environ", [("", EAGER), ("--dualpipev-dw-detach", COMPILED)])
+def test_losses_of_the_interleaved_schedule(words, environ):
+    plain = train(f"{PIPELINE} {INTERLEAVED}", 2, EAGER, setup=SEEDED)
+    ours = train(f"{PIPELINE} {V} {words} --global-batch-size 8", 2, environ, setup=SEEDED)
+    check_equal(plain, ours)
+    for rank, output in enumerate(ours.output):
+        order = [call[0] for calls in pipelining.dual_pipe_v(2, rank, 4) for call in calls]
+        kinds = "".join(order) if words else "".join(k for k in order if k != "W")
+        assert "".join(events(output)) == kinds.replace("I", "B") * 3
