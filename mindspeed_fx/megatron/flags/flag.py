@@ -174,6 +174,7 @@ def has_virtual_stages(args: Namespace) -> bool:
     return bool(
         get(args, "num_layers_per_virtual_pipeline_stage")
         or get(args, "num_virtual_stages_per_pipeline_rank")
+        or get(args, "schedules_method")
         or get(args, "mindspeed_virtual_stages", 1) > 1  # of a layout that other flags have become
     )
 

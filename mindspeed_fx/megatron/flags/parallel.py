@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from argparse import Namespace
 from typing import Any
 
 from mindspeed_fx.errors import OptionError
-from mindspeed_fx.megatron import fsdp2_config
+from mindspeed_fx.megatron import fsdp2_config, layerzero
 from mindspeed_fx.megatron.flags.flag import (
     MEGATRON,
     OPTION,
@@ -69,6 +71,35 @@ def _fsdp2(args: Namespace) -> str:
     return f"fully_shard with {settings}"
 
 
+def _layerzero(args: Namespace) -> str:
+    if not get(args, "layerzero_config"):
+        raise NotDone("its settings are those of a file; give --layerzero-config")
+    for name in ("pipeline_model_parallel_size", "expert_model_parallel_size"):
+        if (get(args, name, 1) or 1) > 1:
+            raise NotDone(f"--{name.replace('_', '-')} above 1 beside it: torch's FSDP2 in Megatron has neither")
+    if get(args, "fp16"):
+        raise NotDone("--fp16 beside it: torch's FSDP2 in Megatron scales no loss; give --bf16")
+    for name in ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2", "fsdp2_config_path", "reuse_fp32_param"):
+        if get(args, name):
+            raise NotDone(f"--{name.replace('_', '-')} beside it; remove one of the two")
+    if not get(args, "untie_embeddings_and_output_weights"):
+        raise NotDone("tied weights would be gathered twice; give --untie-embeddings-and-output-weights")
+    try:
+        settings = layerzero.read(args.layerzero_config)
+    except OptionError as error:
+        raise NotDone(str(error)) from None
+    tp, ranks = get(args, "tensor_model_parallel_size", 1) or 1, get(args, "world_size", 1)
+    settings = dataclasses.replace(settings, sharding_size=max(1, min(settings.sharding_size, ranks) // tp))
+    args.use_torch_fsdp2, args.mindspeed_layerzero, args.ckpt_format = True, settings, "torch_dist"
+    args.use_distributed_optimizer = args.gradient_accumulation_fusion = False
+    return f"use_torch_fsdp2 = True, fully_shard with {settings}"
+
+
+def _allow_connections(args: Namespace) -> None:
+    """Megatron asks for one with tensor parallelism, and refuses one for FSDP2."""
+    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+
+
 FSDP = "remove it; Megatron's --use-distributed-optimizer and --use-megatron-fsdp divide states and weights"
 ONE_DIMENSION = "remove it; --tensor-model-parallel-size with --sequence-parallel divides in one dimension"
 
@@ -121,7 +152,18 @@ FLAGS = [
     switch("--use-nd-matmul", REFUSED, "tensor parallelism in several dimensions", ONE_DIMENSION, skip=True),
     setting("--nd1-dim1-size", "--use-nd-matmul", 1),
     setting("--nd2-dim1-size", "--use-nd-matmul", 1),
-    switch("--layerzero", REFUSED, "weights gathered layer by layer", FSDP, skip=True),
+    switch(
+        "--layerzero",
+        OPTION,
+        "weights gathered layer by layer",
+        "torch's FSDP2 in Megatron (`--use-torch-fsdp2`) with zero3_size, transformer_layers, param_dtype, "
+        "reduce_dtype and autocast_input of `--layerzero-config`; an error for ignored_modules, offload_grads and "
+        "ckpt_load_path, with `--fp16`, pipeline and expert ranks; states of the optimizer are divided as weights are",
+        act=_layerzero,
+        start=_allow_connections,
+        shown_by="test_layerzero.py::test_a_file_of_all_settings",
+        skip=True,
+    ),
     setting("--layerzero-config", "--layerzero", None, str),
     switch("--enable-zero3", REFUSED, "weights divided over data-parallel ranks", FSDP, skip=True),
     word(

@@ -19,6 +19,7 @@ from mindspeed_fx.megatron.flags.flag import (
     word,
 )
 
+
 def stage_counts(args: Namespace) -> list[int]:
     """Layers of every stage, in the order of the layers: virtual stage by virtual stage, rank by rank.
 
@@ -238,7 +239,8 @@ FLAGS = [
         OPTION,
         "dualpipev: a rank has two chunks in V shape, forwards and backwards of both run beside each other",
         "torch's order of DualPipeV over Megatron's chunks, the last stage on the first rank; the same values; two "
-        'micro-batches a rank or more; with `--dualpipev-dw-detach` late gradients of weights, option `codegen="eager"`',
+        "micro-batches a rank or more; with `--dualpipev-dw-detach` late gradients of weights, option "
+        '`codegen="eager"`',
         act=_v_shape,
         options=lambda args: {"codegen": "eager"} if get(args, "dualpipev_dw_detach") else {},
         choices=("dualpipev",),

@@ -5,12 +5,15 @@ from pathlib import Path
 CONTEXT = dict(says="context parallel size 1")
 SPEED = dict(says="overlap.schedule")
 EXCHANGED = "--moe-token-dispatcher-type alltoall"
+LAUNCH = Path(__file__).parents[1] / "launch"
+LAYERZERO = f"--layerzero --layerzero-config {LAUNCH / 'layerzero.yaml'} --untie-embeddings-and-output-weights"
+V_SHAPE = "--schedules-method dualpipev --num-layers 4 --pipeline-model-parallel-size 2"
 NARROW = "--bf16 --expert-model-parallel-size 2"
 LOWERED = dict(says="lowered")
 BETWEEN = dict(says="between stages")
 EMA = "--optimizer-selection fused_ema_adamw"
 
-FSDP2 = f"--use-torch-fsdp2 --fsdp2-config-path {Path(__file__).parents[1] / 'launch' / 'fsdp2.yaml'}"
+FSDP2 = f"--use-torch-fsdp2 --fsdp2-config-path {LAUNCH / 'fsdp2.yaml'}"
 PARALLEL = {
     "--fsdp2-config-path": [
         (FSDP2, dict(says="param_dtype = bf16, reduce_dtype = fp32")),
@@ -58,11 +61,44 @@ PARALLEL = {
         ("--hccl-op-mode cp:some", dict(error="group:number is expected")),
     ],
     "--moe-fb-overlap": [
-        (f"--moe-fb-overlap {NARROW} {EXCHANGED}", dict(overlap_moe_expert_parallel_comm=True)),
-        (f"--moe-fb-overlap {EXCHANGED} --expert-model-parallel-size 2", dict(says="no effect in float32")),
-        (f"--moe-fb-overlap {NARROW}", dict(error="give --moe-token-dispatcher-type alltoall")),
-        (f"--moe-fb-overlap {NARROW} {EXCHANGED} --pipeline-model-parallel-size 2", dict(error="needs virtual stages")),
-        (f"--moe-fb-overlap {EXCHANGED} --schedules-method dualpipev", dict(error="beside --schedules-method")),
+        (f"--moe-fb-overlap {NARROW} {EXCHANGED}", dict(options={"codegen": "eager"}, says="take turns at the waits")),
+        ("--moe-fb-overlap --pipeline-model-parallel-size 2", dict(error="needs virtual stages")),
+        (f"--moe-fb-overlap {V_SHAPE}", dict(options={"codegen": "eager"}, says="take turns at the waits")),
+        ("--moe-fb-overlap --overlap-moe-expert-parallel-comm", dict(error="Megatron's own way of eager layers")),
+    ],
+    "--schedules-method": [
+        (V_SHAPE, dict(num_virtual_stages_per_pipeline_rank=2, options={}, says="rank r has stages r and 3 - r")),
+        (
+            f"{V_SHAPE} --num-layers 8 --noop-layers 7",
+            dict(pipeline_model_parallel_layout="Ett|tt|tt|tL", num_virtual_stages_per_pipeline_rank=None),
+        ),
+        (
+            f"{V_SHAPE} --dualpipev-dw-detach",
+            dict(gradient_accumulation_fusion=False, options={"codegen": "eager"}, says="late gradients of weights"),
+        ),
+        ("--schedules-method dualpipev", dict(error="give --pipeline-model-parallel-size")),
+        (f"{V_SHAPE} --num-layers 6", dict(error="6 layers do not divide over 4 stages")),
+        (f"{V_SHAPE} --num-layers-per-virtual-pipeline-stage 1", dict(error="virtual-pipeline-stage beside it")),
+        (f"{V_SHAPE} --overlap-grad-reduce", dict(error="--overlap-grad-reduce beside it")),
+        (f"{V_SHAPE} --dualpipev-dw-detach --reuse-fp32-param --bf16", dict(error="--reuse-fp32-param beside")),
+    ],
+    "--layerzero": [
+        (f"{LAYERZERO} --use-distributed-optimizer", dict(use_torch_fsdp2=True, use_distributed_optimizer=False)),
+        ("--layerzero", dict(error="give --layerzero-config")),
+        (f"{LAYERZERO} --fp16", dict(error="give --bf16")),
+    ],
+    "--mla-swap-core-attn-out": [
+        (
+            "--mla-swap-core-attn-out --multi-latent-attention",
+            dict(
+                options={
+                    "memory_budget": 1.0,
+                    "offload": True,
+                    "recompute": {"layers.*.self_attention.core_attention": "offload"},
+                }
+            ),
+        ),
+        ("--mla-swap-core-attn-out", dict(error="give --multi-latent-attention")),
     ],
     "--async-log-allreduce": [("--async-log-allreduce", dict(says="Megatron's own reduction"))],
     "--optimize-send-recv-comm": [("--optimize-send-recv-comm", BETWEEN)],
@@ -278,10 +314,6 @@ MEMORY = {
             dict(error="--moe-zero-memory beside it"),
         ),
         (
-            f"--moe-adaptive-recompute-activation --num-experts 4 --moe-fb-overlap {NARROW} {EXCHANGED}",
-            dict(error="--moe-fb-overlap beside it"),
-        ),
-        (
             "--moe-adaptive-recompute-activation --num-experts 4 --moe-token-dispatcher-type alltoall_seq",
             dict(error="MindSpeed does not take it beside --moe-token-dispatcher-type alltoall_seq"),
         ),
@@ -293,7 +325,7 @@ MEMORY = {
             f"--moe-zero-memory level1 {EXCHANGED} --recompute-granularity selective --recompute-modules moe_act",
             dict(error="--recompute-modules moe_act makes the same again"),
         ),
-        (f"--moe-zero-memory level0 --moe-fb-overlap {NARROW} {EXCHANGED}", dict(error="--moe-fb-overlap beside it")),
+        (f"--moe-zero-memory level0 --moe-fb-overlap {EXCHANGED}", dict(says="level0: experts keep their first")),
         ("--moe-zero-memory level0", dict(error="give --moe-token-dispatcher-type alltoall")),
     ],
     "--moe-zero-memory-num-layers": [

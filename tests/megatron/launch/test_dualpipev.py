@@ -8,7 +8,8 @@ import zlib
 import pytest
 
 from mindspeed_fx.compat import pipelining
-from tests.megatron.launch.test_pretrain import COMPILED, EAGER, train
+from tests.megatron.launch import runner
+from tests.megatron.launch.test_pretrain import COMPILED, EAGER, SMALL
 
 INTERLEAVED = "--num-virtual-stages-per-pipeline-rank 2"
 V = "--schedules-method dualpipev"
@@ -63,6 +64,13 @@ def seed_by_name(rank: int) -> None:
     turns._Pair.hand_over = told("turn", turns._Pair.hand_over)
 
 
+def train(flags: str, world: int, environ: dict[str, str], tied: bool = False) -> runner.Run:
+    words = [w for w in SMALL if not (tied and w == "--untie-embeddings-and-output-weights")]
+    result = runner.run([*words, *flags.split()], world, environ=environ, setup=SEEDED)
+    assert result.error is None, result.error
+    return result
+
+
 def events(output: str) -> list[str]:
     return [x.removeprefix("event: ") for x in output.splitlines() if x.startswith("event: ")]
 
@@ -74,12 +82,50 @@ def check_equal(one, other, tolerance=1e-6):
         assert other.grad_norms[i] == pytest.approx(one.grad_norms[i], rel=tolerance)
 
 
-@pytest.mark.parametrize("words, environ", [("", EAGER), ("--dualpipev-dw-detach", COMPILED)])
-def test_losses_of_the_interleaved_schedule(words, environ):
-    plain = train(f"{PIPELINE} {INTERLEAVED}", 2, EAGER, setup=SEEDED)
-    ours = train(f"{PIPELINE} {V} {words} --global-batch-size 8", 2, environ, setup=SEEDED)
+def check_order(run, late: bool):
+    for rank, output in enumerate(run.output):
+        pipeline = rank // (len(run.output) // 2)
+        order = [call[0] for calls in pipelining.dual_pipe_v(2, pipeline, 4) for call in calls]
+        kinds = "".join(order).replace("I", "B") if late else "".join(k for k in order if k != "W").replace("I", "B")
+        assert "".join(e for e in events(output) if e != "turn") == kinds * 3
+
+
+def test_losses_of_the_interleaved_schedule():
+    plain = train(f"{PIPELINE} {INTERLEAVED}", 2, EAGER)
+    ours = train(f"{PIPELINE} {V}", 2, EAGER)
     check_equal(plain, ours)
-    for rank, output in enumerate(ours.output):
-        order = [call[0] for calls in pipelining.dual_pipe_v(2, rank, 4) for call in calls]
-        kinds = "".join(order) if words else "".join(k for k in order if k != "W")
-        assert "".join(events(output)) == kinds.replace("I", "B") * 3
+    check_order(ours, late=False)
+
+
+@pytest.mark.slow
+def test_late_gradients_of_weights():
+    plain = train(f"{PIPELINE} {INTERLEAVED} --no-gradient-accumulation-fusion", 2, COMPILED)
+    ours = train(f"{PIPELINE} {V} --dualpipev-dw-detach", 2, COMPILED)
+    assert ours.losses == plain.losses
+    check_equal(plain, ours, 2e-7)  # the norm's sum over ranks has another order
+    check_order(ours, late=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+def test_both_copies_of_the_embedding(tied):
+    """With tokens ahead, or tied to the output; data-parallel, with a part of each gradient on each rank."""
+    model = "--calculate-per-token-loss" if tied else "--mtp-num-layers 1 --bf16 --accumulate-allreduce-grads-in-fp32"
+    flags = f"{PIPELINE} {model} --use-distributed-optimizer --global-batch-size 16"
+    plain = train(f"{flags} {INTERLEAVED}", 4, EAGER, tied)
+    ours = train(f"{flags} {V}", 4, EAGER, tied)
+    check_equal(plain, ours)
+    check_order(ours, late=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["", "--dualpipev-dw-detach"])
+def test_experts_of_two_micro_batches_by_turns(words):
+    flags = f"{PIPELINE} {EXPERTS} --no-gradient-accumulation-fusion"
+    plain = train(f"{flags} {INTERLEAVED}", 4, EAGER)
+    ours = train(f"{flags} {V} --moe-fb-overlap {words}", 4, COMPILED)
+    check_equal(plain, ours)
+    check_order(ours, late=bool(words))
+    assert all(events(output).count("turn") > 3 * 4 for output in ours.output)
+    apart = train(f"{flags} {V} {words}", 4, COMPILED)
+    assert apart.losses == ours.losses and apart.grad_norms == ours.grad_norms
