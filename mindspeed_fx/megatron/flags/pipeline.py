@@ -225,10 +225,10 @@ def _variable_lengths(args: Namespace) -> str:
 
 
 def _several_tensors(args: Namespace) -> str:
-    if has_virtual_stages(args):
-        raise NotDone("Megatron's schedule of virtual stages sends one tensor; remove the virtual stages")
     if get(args, "schedules_method"):
         raise NotDone("--schedules-method beside it: MindSpeed takes one of the two")
+    if has_virtual_stages(args):
+        raise NotDone("Megatron's schedule of virtual stages sends one tensor; remove the virtual stages")
     return "a stage's list of tensors is sent, and its backward begins at all of them; hidden states alone by default"
 
 

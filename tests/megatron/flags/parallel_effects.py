@@ -7,7 +7,7 @@ SPEED = dict(says="overlap.schedule")
 EXCHANGED = "--moe-token-dispatcher-type alltoall"
 LAUNCH = Path(__file__).parents[1] / "launch"
 LAYERZERO = f"--layerzero --layerzero-config {LAUNCH / 'layerzero.yaml'} --untie-embeddings-and-output-weights"
-V_SHAPE = "--schedules-method dualpipev --num-layers 4 --pipeline-model-parallel-size 2"
+V_SHAPE = "--schedules-method dualpipev --pipeline-model-parallel-size 2"
 NARROW = "--bf16 --expert-model-parallel-size 2"
 LOWERED = dict(says="lowered")
 BETWEEN = dict(says="between stages")
@@ -69,15 +69,15 @@ PARALLEL = {
     "--schedules-method": [
         (V_SHAPE, dict(num_virtual_stages_per_pipeline_rank=2, options={}, says="rank r has stages r and 3 - r")),
         (
-            f"{V_SHAPE} --num-layers 8 --noop-layers 7",
-            dict(pipeline_model_parallel_layout="Ett|tt|tt|tL", num_virtual_stages_per_pipeline_rank=None),
+            f"{V_SHAPE} --noop-layers 3",
+            dict(pipeline_model_parallel_layout="Et|t|t|L", num_virtual_stages_per_pipeline_rank=None),
         ),
         (
             f"{V_SHAPE} --dualpipev-dw-detach",
             dict(gradient_accumulation_fusion=False, options={"codegen": "eager"}, says="late gradients of weights"),
         ),
         ("--schedules-method dualpipev", dict(error="give --pipeline-model-parallel-size")),
-        (f"{V_SHAPE} --num-layers 6", dict(error="6 layers do not divide over 4 stages")),
+        ("--schedules-method dualpipev --pipeline-model-parallel-size 3", dict(error="4 layers do not divide over 6")),
         (f"{V_SHAPE} --num-layers-per-virtual-pipeline-stage 1", dict(error="virtual-pipeline-stage beside it")),
         (f"{V_SHAPE} --overlap-grad-reduce", dict(error="--overlap-grad-reduce beside it")),
         (f"{V_SHAPE} --dualpipev-dw-detach --reuse-fp32-param --bf16", dict(error="--reuse-fp32-param beside")),
