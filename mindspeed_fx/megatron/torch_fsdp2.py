@@ -72,10 +72,8 @@ def make_mesh(sharding_size: int | None, group: Any) -> Any:
         )
     if size == len(ranks):
         return DeviceMesh.from_group(group, groups.kind(), mesh_dim_names=(SHARD,))
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, ranks)
     rows, columns = [], []
-    for line in sorted({tuple(r) for r in everyone}):  # every rank makes all groups, in one order
+    for line in groups.everybodys(group):  # every rank makes all groups, in one order
         grid = [line[i : i + size] for i in range(0, len(line), size)]
         rows += [list(row) for row in grid]
         columns += [list(column) for column in zip(*grid)]

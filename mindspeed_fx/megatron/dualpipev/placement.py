@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_fx.errors import OptionError
-from mindspeed_fx.megatron import patches
+from mindspeed_fx.megatron import groups, patches
 from mindspeed_fx.megatron.run_arguments import training_arguments
 
 INITIALIZE = "parallel_state:initialize_model_parallel"
@@ -43,9 +43,7 @@ def mirrored_group() -> Any:
     group = parallel_state.get_pipeline_model_parallel_group()
     if group not in _groups:
         own = dist.get_process_group_ranks(group)
-        everybody: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everybody, own)
-        for ranks in sorted({tuple(ranks) for ranks in everybody}):  # every process makes every group
+        for ranks in groups.everybodys(group):  # every process makes every group
             made = _reversed_group(ranks)
             if list(ranks) == own:
                 _groups[group] = made

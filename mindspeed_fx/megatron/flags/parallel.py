@@ -71,6 +71,28 @@ def _fsdp2(args: Namespace) -> str:
     return f"fully_shard with {settings}"
 
 
+def _two_dimensions(args: Namespace) -> str:
+    x, y, tp = (get(args, name, 1) for name in ("tp_x", "tp_y", "tensor_model_parallel_size"))
+    if x * y != tp or x < 2 or y < 2:
+        raise NotDone(f"--tp-x {x} times --tp-y {y} is not --tensor-model-parallel-size {tp}; give two numbers above 1")
+    for name in ("pipeline_model_parallel_size", "context_parallel_size"):
+        if (get(args, name, 1) or 1) > 1:
+            raise NotDone(f"--{name.replace('_', '-')} above 1 beside it; remove one of the two")
+    for name in ("num_experts", "multi_latent_attention", "mtp_num_layers", "sequence_parallel", "add_qkv_bias"):
+        if get(args, name):
+            raise NotDone(f"--{name.replace('_', '-')} beside it; remove one of the two")
+    if get(args, "add_bias_linear", True):
+        raise NotDone("its linear layers have no bias; give --disable-bias-linear")
+    if get(args, "normalization", "LayerNorm") != "RMSNorm" or get(args, "apply_layernorm_1p"):
+        raise NotDone("its norms over divided rows are RMSNorm's; give --normalization RMSNorm")
+    if get(args, "save") and get(args, "ckpt_format") != "torch":
+        raise NotDone("its weights have a form of their own; give --ckpt-format torch")
+    for name, parts in (("seq_length", x * y), ("hidden_size", x * y), ("ffn_hidden_size", x * y)):
+        if (get(args, name) or 0) % parts:
+            raise NotDone(f"--{name.replace('_', '-')} {get(args, name)} does not divide over {parts} ranks")
+    return f"{x} times {y} ranks"
+
+
 def _layerzero(args: Namespace) -> str:
     if not get(args, "layerzero_config"):
         raise NotDone("its settings are those of a file; give --layerzero-config")
@@ -143,7 +165,17 @@ FLAGS = [
         "expert parallel size times the tensor parallel size, `--expert-tensor-parallel-size 1`",
         act=_share_experts,
     ),
-    switch("--tp-2d", REFUSED, "tensor parallelism in two dimensions", ONE_DIMENSION, skip=True),
+    switch(
+        "--tp-2d",
+        OPTION,
+        "tensor parallelism in two dimensions",
+        "weights in x times y parts, tokens in x and channels in y parts between layers, norms over divided rows; the "
+        "values of tensor parallelism in one dimension; dense layers with RMSNorm and without biases, alone or beside "
+        "data parallelism",
+        act=_two_dimensions,
+        shown_by="test_tp_2d.py::test_a_run_is_that_of_one_dimension",
+        skip=True,
+    ),
     setting("--tp-x", "--tp-2d", 1),
     setting("--tp-y", "--tp-2d", 1),
     setting("--enable-overlap-ag-with-matmul", "--tp-2d"),

@@ -32,7 +32,7 @@ REFUSED = {
     --moe-router-dtype=fp8
     """,
     "--tensor-model-parallel-size": """
-    --tp-2d --use-nd-matmul
+    --use-nd-matmul
     """,
     "--use-distributed-optimizer": """
     --enable-zero3

@@ -7,6 +7,8 @@ SPEED = dict(says="overlap.schedule")
 EXCHANGED = "--moe-token-dispatcher-type alltoall"
 LAUNCH = Path(__file__).parents[1] / "launch"
 LAYERZERO = f"--layerzero --layerzero-config {LAUNCH / 'layerzero.yaml'} --untie-embeddings-and-output-weights"
+TWO_DIMENSIONS = """--tp-2d --tp-x 2 --tp-y 2 --tensor-model-parallel-size 4 --disable-bias-linear
+    --normalization RMSNorm"""
 V_SHAPE = "--schedules-method dualpipev --pipeline-model-parallel-size 2"
 NARROW = "--bf16 --expert-model-parallel-size 2"
 LOWERED = dict(says="lowered")
@@ -81,6 +83,16 @@ PARALLEL = {
         (f"{V_SHAPE} --num-layers-per-virtual-pipeline-stage 1", dict(error="virtual-pipeline-stage beside it")),
         (f"{V_SHAPE} --overlap-grad-reduce", dict(error="--overlap-grad-reduce beside it")),
         (f"{V_SHAPE} --dualpipev-dw-detach --reuse-fp32-param --bf16", dict(error="--reuse-fp32-param beside")),
+    ],
+    "--tp-2d": [
+        (TWO_DIMENSIONS, dict(says="2 times 2 ranks")),
+        ("--tp-2d --tp-x 2 --tp-y 2", dict(error="is not --tensor-model-parallel-size 1")),
+        (f"{TWO_DIMENSIONS} --tp-x 4 --tp-y 1", dict(error="give two numbers above 1")),
+        (f"{TWO_DIMENSIONS} --num-experts 4", dict(error="--num-experts beside it")),
+        (f"{TWO_DIMENSIONS} --normalization LayerNorm", dict(error="give --normalization RMSNorm")),
+        (f"{TWO_DIMENSIONS} --pipeline-model-parallel-size 2", dict(error="--pipeline-model-parallel-size above 1")),
+        (f"{TWO_DIMENSIONS} --save some --ckpt-format torch_dist", dict(error="give --ckpt-format torch")),
+        (f"{TWO_DIMENSIONS} --seq-length 6", dict(error="--seq-length 6 does not divide over 4")),
     ],
     "--layerzero": [
         (f"{LAYERZERO} --use-distributed-optimizer", dict(use_torch_fsdp2=True, use_distributed_optimizer=False)),

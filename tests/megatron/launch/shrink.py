@@ -126,7 +126,8 @@ def shrink(script: Script, dtype: str = "") -> tuple[list[str], int]:
 
 
 def _mesh(args: Arguments) -> Mesh:
-    tp, pp = min(args.number("--tensor-model-parallel-size"), 2), args.number("--pipeline-model-parallel-size")
+    tp = min(args.number("--tensor-model-parallel-size"), 4 if "--tp-2d" in args else 2)
+    pp = args.number("--pipeline-model-parallel-size")
     algorithm = "".join(args.get("--context-parallel-algo", []))
     cp = min(args.number("--context-parallel-size"), 4 if _two_level(args, algorithm) else 2)
     ep = min(args.number("--expert-model-parallel-size"), 2)
