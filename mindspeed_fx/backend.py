@@ -141,8 +141,8 @@ class Compilation:
         elif gradient_ready.has_listeners(inputs):
             self.steps = gradient_ready.Announcements(gm, inputs)
         self.gathers = param_gather.Gathers(inputs)
-        self._take_late(inputs)
-        self._take_turns(inputs)
+        self.late = late_gradients.take(inputs, self.options.codegen)
+        self.takes_turns = turns.take(inputs, self.options.codegen)
         if self.steps is not None:
             inputs = self.steps.inputs
         table = None
@@ -189,27 +189,6 @@ class Compilation:
                 **hooks,
             )
         )
-
-    def _take_late(self, inputs: Sequence[Any]) -> None:
-        """Parameters whose gradients a schedule makes later."""
-        queue = late_gradients.queue_of(inputs)
-        if queue is None:
-            return
-        if self.options.codegen != "eager":
-            raise OptionError(
-                f'option "codegen" is "{self.options.codegen}"; valid where gradients of weights are made late '
-                '(--use-nanopipe): "eager"'
-            )
-        self.late = queue, late_gradients.weights_of(inputs)
-
-    def _take_turns(self, inputs: Sequence[Any]) -> None:
-        """Parameters whose graphs hand over at their waits."""
-        self.takes_turns = turns.is_marked(inputs)
-        if self.takes_turns and self.options.codegen != "eager":
-            raise OptionError(
-                f'option "codegen" is "{self.options.codegen}"; valid where a forward runs beside a backward '
-                '(--moe-fb-overlap): "eager"'
-            )
 
     def _take_recompute(self, plan: Any) -> None:
         """What a plan says of recomputation becomes the option, unless the user's options decide it."""

@@ -16,6 +16,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from mindspeed_fx.errors import OptionError
 from mindspeed_fx.partition.split import split
 from mindspeed_fx.training import late_gradients_swap
 
@@ -77,14 +78,21 @@ def put_off(parameters: Iterable[Tensor], queue: Queue) -> None:
         setattr(parameter, KEY, queue)
 
 
-def queue_of(inputs: Sequence[Any]) -> Queue | None:
-    """The queue of the parameters among the inputs of a graph."""
-    return next((getattr(x, KEY) for x in inputs if hasattr(x, KEY)), None)
+def take(inputs: Sequence[Any], codegen: str) -> tuple[Queue, dict[int, Tensor]] | None:
+    """The queue of the parameters among the inputs of a graph, and those that are put off, by their position; None
+    where none has one.
 
-
-def weights_of(inputs: Sequence[Any]) -> dict[int, Tensor]:
-    """The parameters that are put off, by their position among the inputs of a graph."""
-    return {i: x for i, x in enumerate(inputs) if hasattr(x, KEY) and x.requires_grad}
+    Raises:
+        OptionError: ``codegen`` leaves no backward to be taken apart.
+    """
+    queue = next((getattr(x, KEY) for x in inputs if hasattr(x, KEY)), None)
+    if queue is None:
+        return None
+    if codegen != "eager":
+        raise OptionError(
+            f'option "codegen" is "{codegen}"; valid where gradients of weights are made late (--use-nanopipe): "eager"'
+        )
+    return queue, {i: x for i, x in enumerate(inputs) if hasattr(x, KEY) and x.requires_grad}
 
 
 def run_in_parts(

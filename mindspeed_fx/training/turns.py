@@ -21,6 +21,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from mindspeed_fx.errors import OptionError
 from mindspeed_fx.graph.collectives import WAIT
 from mindspeed_fx.graph.recompile import recompile
 
@@ -159,9 +160,18 @@ def mark(parameters: Iterable[Tensor]) -> None:
         setattr(parameter, KEY, True)
 
 
-def is_marked(inputs: Sequence[Any]) -> bool:
-    """Whether a parameter among the inputs of a graph is."""
-    return any(hasattr(x, KEY) for x in inputs)
+def take(inputs: Sequence[Any], codegen: str) -> bool:
+    """Whether a parameter among the inputs of a graph is marked.
+
+    Raises:
+        OptionError: one is, and ``codegen`` writes code that cannot hand over.
+    """
+    is_marked = any(hasattr(x, KEY) for x in inputs)
+    if is_marked and codegen != "eager":
+        raise OptionError(
+            f'option "codegen" is "{codegen}"; valid where a forward runs beside a backward (--moe-fb-overlap): "eager"'
+        )
+    return is_marked
 
 
 def insert(gm: fx.GraphModule) -> None:

@@ -83,3 +83,10 @@ def test_a_graph_hands_over_before_each_wait_that_follows_work():
     names = [n.target for n in gm.graph.nodes if n.op == "call_function"]
     assert names == [torch.sin, turns.hand_over, WAIT, WAIT, torch.cos, turns.hand_over, WAIT]
     assert "hand_over" in gm.code
+
+
+def test_generated_code_is_refused():
+    layer = torch.nn.Linear(2, 2)
+    turns.mark(layer.parameters())
+    with pytest.raises(Exception, match='"codegen" is "inductor"; valid where a forward runs beside a backward'):
+        torch.compile(layer, backend="mindspeed", options={"codegen": "inductor"})(torch.ones(1, 2))
