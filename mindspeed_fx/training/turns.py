@@ -143,7 +143,7 @@ def _as_here(call: Callable[[], None]) -> Callable[[], None]:
         kind = getattr(torch, accelerator.type)
         device, stream = kind.current_device(), kind.current_stream()
 
-    def there() -> None:
+    def call_as_here() -> None:
         with contextlib.ExitStack() as stack:
             if kind is not None:
                 kind.set_device(device)
@@ -151,7 +151,7 @@ def _as_here(call: Callable[[], None]) -> Callable[[], None]:
             stack.enter_context(torch.set_grad_enabled(enabled))
             call()
 
-    return there
+    return call_as_here
 
 
 def mark(parameters: Iterable[Tensor]) -> None:

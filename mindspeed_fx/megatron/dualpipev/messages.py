@@ -51,8 +51,8 @@ def message_of(call: Call, ranks: int) -> Message | None:
 
 def sent(order: Sequence[Sequence[Call]], source: int, target: int, ranks: int) -> list[Message]:
     """What ``source`` sends to ``target``, in its order; of two calls beside each other the first's is sent first."""
-    made = [message_of(call, ranks) for calls in order for call in calls]
-    return [m for m in made if m is not None and rank_of(m.stage, ranks) == target != source]
+    messages = [message_of(call, ranks) for calls in order for call in calls]
+    return [m for m in messages if m is not None and rank_of(m.stage, ranks) == target != source]
 
 
 class Mail:

@@ -44,9 +44,9 @@ def mirrored_group() -> Any:
     if group not in _groups:
         own = dist.get_process_group_ranks(group)
         for ranks in groups.everybodys(group):  # every process makes every group
-            made = _reversed_group(ranks)
+            mirrored_ranks = _reversed_group(ranks)
             if list(ranks) == own:
-                _groups[group] = made
+                _groups[group] = mirrored_ranks
     return _groups[group]
 
 
