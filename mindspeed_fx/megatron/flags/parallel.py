@@ -81,7 +81,9 @@ def _two_dimensions(args: Namespace) -> str:
     for name in ("num_experts", "multi_latent_attention", "mtp_num_layers", "sequence_parallel", "add_qkv_bias"):
         if get(args, name):
             raise NotDone(f"--{name.replace('_', '-')} beside it; remove one of the two")
-    if get(args, "add_bias_linear", True):
+    if get(args, "add_bias_linear", True) and not get(
+        args, "disable_bias_linear"
+    ):  # as Megatron's parser has it or not
         raise NotDone("its linear layers have no bias; give --disable-bias-linear")
     if get(args, "normalization", "LayerNorm") != "RMSNorm" or get(args, "apply_layernorm_1p"):
         raise NotDone("its norms over divided rows are RMSNorm's; give --normalization RMSNorm")
