@@ -47,7 +47,7 @@ def init(self: Any, config: Any, ddp_config: Any, module: nn.Module, *args: Any,
     _BaseDataParallel.__init__(self, config=config, module=module)
     group = kwargs.get("process_group")
     self.process_group = group or parallel_state.get_data_parallel_group(with_context_parallel=True)
-    self.ddp_config, settings = ddp_config, fsdp2_config.read(path) if chosen is None else chosen
+    self.ddp_config, settings = ddp_config, fsdp2_config.read(path) if chosen is None else Settings(**chosen)
     self.device_mesh = make_mesh(settings.sharding_size, self.process_group)
     kept = {name: dict(vars(p)) for name, p in module.named_parameters()}  # Megatron's marks, which FSDP2 drops
     divide(module, settings, self.device_mesh)

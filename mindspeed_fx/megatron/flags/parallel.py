@@ -81,9 +81,7 @@ def _two_dimensions(args: Namespace) -> str:
     for name in ("num_experts", "multi_latent_attention", "mtp_num_layers", "sequence_parallel", "add_qkv_bias"):
         if get(args, name):
             raise NotDone(f"--{name.replace('_', '-')} beside it; remove one of the two")
-    if get(args, "add_bias_linear", True) and not get(
-        args, "disable_bias_linear"
-    ):  # as Megatron's parser has it or not
+    if get(args, "add_bias_linear"):
         raise NotDone("its linear layers have no bias; give --disable-bias-linear")
     if get(args, "normalization", "LayerNorm") != "RMSNorm" or get(args, "apply_layernorm_1p"):
         raise NotDone("its norms over divided rows are RMSNorm's; give --normalization RMSNorm")
@@ -114,7 +112,7 @@ def _layerzero(args: Namespace) -> str:
         raise NotDone(str(error)) from None
     tp, ranks = get(args, "tensor_model_parallel_size", 1) or 1, get(args, "world_size", 1)
     settings = dataclasses.replace(settings, sharding_size=max(1, min(settings.sharding_size, ranks) // tp))
-    args.use_torch_fsdp2, args.mindspeed_layerzero, args.ckpt_format = True, settings, "torch_dist"
+    args.use_torch_fsdp2, args.mindspeed_layerzero, args.ckpt_format = True, dataclasses.asdict(settings), "torch_dist"
     args.use_distributed_optimizer = args.gradient_accumulation_fusion = False
     return f"use_torch_fsdp2 = True, fully_shard with {settings}"
 

@@ -35,7 +35,7 @@ def test_a_file_of_all_settings(tmp_path):
     assert (defaults.sharding_size, defaults.param_dtype, defaults.reduce_dtype) == (8, "fp16", "fp16")
     args = run_of(tmp_path, text, "--use-distributed-optimizer")
     assert args.use_torch_fsdp2 and not args.use_distributed_optimizer and not args.gradient_accumulation_fusion
-    assert args.ckpt_format == "torch_dist" and args.mindspeed_layerzero.sharding_size == min(
+    assert args.ckpt_format == "torch_dist" and args.mindspeed_layerzero["sharding_size"] == min(
         4, getattr(args, "world_size", 1)
     )
 
