@@ -47,6 +47,7 @@ from mindspeed_fx.training import (
     late_gradients,
     optimizer_in_backward,
     param_gather,
+    turns,
 )
 
 
@@ -95,6 +96,8 @@ class Compilation:
         self.late: late_gradients.Late | None = None
         self.between = False, False
         """Of a parallelized stage of a pipeline: whether it receives parts, and sends them."""
+        self.takes_turns = False
+        """Two calls of such graphs run beside each other."""
         self.sharding: Any = None
         """Of a parallelized model: its :class:`mindspeed_fx.sharding.parallelized_graph.ParallelizedGraph`."""
         self.pipeline = Pipeline(options)
@@ -143,7 +146,8 @@ class Compilation:
         elif gradient_ready.has_listeners(inputs):
             self.steps = gradient_ready.Announcements(gm, inputs)
         self.gathers, self.freed = param_gather.Gathers(inputs), freed_weights.FreedWeights(inputs)
-        self._take_late(inputs)
+        self.late = late_gradients.take(inputs, self.options.codegen) or self.late
+        self.takes_turns = turns.take(inputs, self.options.codegen)
         if self.steps is not None:
             inputs = self.steps.inputs
         table = None
@@ -190,18 +194,6 @@ class Compilation:
                 **hooks,
             )
         )
-
-    def _take_late(self, inputs: Sequence[Any]) -> None:
-        """Parameters whose gradients a schedule of Megatron makes later."""
-        late = late_gradients.late_of(inputs)
-        if late is None:
-            return
-        if self.options.codegen != "eager":
-            raise OptionError(
-                f'option "codegen" is "{self.options.codegen}"; valid where gradients of weights are made late '
-                '(--use-nanopipe): "eager"'
-            )
-        self.late = late
 
     def _take_recompute(self, plan: Any) -> None:
         """What a plan says of recomputation becomes the option, unless the user's options decide it."""
@@ -340,8 +332,11 @@ class Compilation:
     def run_eagerly(self, gm: fx.GraphModule, inputs: Sequence[Any], side: str) -> Callable:
         with self._progress(), dynamo.alone():
             self.finish_side(gm, side)
+        hand_over = turns.insert if self.takes_turns else None
         if self.late is not None and side == "backward":
-            return late_gradients.run_in_parts(gm, self.late, inductor_compat.box_arguments)
+            return late_gradients.run_in_parts(gm, self.late, inductor_compat.box_arguments, hand_over)
+        if hand_over is not None:
+            hand_over(gm)
         return npu.npugraph_ex(gm, inputs, self.options.npugraph_ex) if self.options.codegen == "npugraph_ex" else gm
 
     def run_inductor(self, gm: fx.GraphModule, inputs: Sequence[Any], compile: Callable, **kwargs: Any) -> Any:

@@ -32,9 +32,8 @@ def prepare(model: Any, args: Namespace) -> None:
     """Give every layer of experts of a GPTModel, or of a stage of one, its table.
 
     Raises:
-        OptionError: its experts are of another kind than Megatron's SequentialMLP, or several ranks hold the same.
+        OptionError: its experts are of another kind than Megatron's SequentialMLP.
     """
-    from megatron.core import parallel_state
     from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
@@ -43,12 +42,6 @@ def prepare(model: Any, args: Namespace) -> None:
             continue
         if type(layer.experts) is not SequentialMLP:
             raise OptionError(f"{FLAG}: experts are a {type(layer.experts).__name__}; remove the flag")
-        copies = parallel_state.get_expert_data_parallel_world_size()
-        if copies > 1 and args.enable_expert_placement:
-            raise OptionError(
-                f"{FLAG}: {copies} ranks hold the same experts, and parts of their states; give "
-                "--expert-model-parallel-size as many ranks as there are for a stage, or remove the flag"
-            )
         number, device = layer.config.num_moe_experts, next(layer.parameters()).device
         layer.register_buffer("expert_of_slot", torch.arange(number, device=device), persistent=False)
         layer.register_buffer("expert_tokens", torch.zeros(number, dtype=torch.int64, device=device), persistent=False)
@@ -103,9 +96,14 @@ def _layers(model: list[Any]) -> list[Any]:
 @torch.no_grad()
 def after_step(model: list[Any], optimizer: Any, args: Namespace, iteration: int) -> None:
     """After an iteration: counts, prints and places."""
+    from megatron.core import parallel_state
+
     is_due = args.enable_expert_placement and iteration % args.expert_placement_freq == 0
     for number, layer in enumerate(_layers(model)):
-        counted = collectives.all_reduce(layer.expert_tokens, layer.ep_group).cpu().double()
+        counted = collectives.all_reduce(layer.expert_tokens, layer.ep_group)
+        if parallel_state.get_expert_data_parallel_world_size() > 1:  # ranks with the same experts place them alike
+            counted = collectives.all_reduce(counted, parallel_state.get_expert_data_parallel_group())
+        counted = counted.cpu().double()
         layer.expert_tokens.zero_()
         layer.mean_tokens = KEPT * layer.mean_tokens + (1 - KEPT) * counted
         tokens, ranks = layer.mean_tokens.tolist(), layer.ep_group.size()
@@ -152,31 +150,74 @@ def move(layer: Any, optimizer: Any, after: list[int]) -> None:
     received = [sum(c // local == r for c in comes) for r in range(group.size())]
     experts = layer.experts.local_experts
     for name, _ in experts[0].named_parameters():
-        each = [_tensors(dict(e.named_parameters())[name], optimizer) for e in experts]
-        for same in zip(*each, strict=True):
-            rows = torch.stack([same[i].reshape(-1) for i in leaving])
+        kept = [Kept(dict(e.named_parameters())[name], optimizer) for e in experts]
+        for number in range(len(kept[0].tensors)):
+            rows = torch.stack([kept[i].whole(number) for i in leaving])
             new = torch.empty_like(rows)
             dist.all_to_all_single(new, rows, received, sent, group=group)
             for row, i in zip(new, arriving, strict=True):
-                same[i].copy_(row.view(same[i].shape))
+                kept[i].put(number, row)
     layer.expert_of_slot.copy_(torch.tensor(after))
 
 
-def _tensors(weight: Tensor, optimizer: Any) -> list[Tensor]:
+class Kept:
     """A weight, its main weight and what the optimizer keeps of it, in the same order for every expert.
 
-    Raises:
-        RuntimeError: the optimizer has a part of it alone.
+    Args:
+        weight: of an expert.
+        optimizer: Megatron's, or one with an attribute ``optimizer``; of a distributed one this rank may have a part of
+            each tensor, or none, and the other ranks with the same experts the rest.
     """
-    main, state = getattr(weight, "main_param", weight), {}
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        places = getattr(part, "model_param_group_index_map", {})
-        if weight in places:
-            group, index = places[weight]
-            main = part.optimizer.param_groups[group]["params"][index]
-        state = part.optimizer.state.get(main) or state
-    tensors = [weight.data] if main.data_ptr() == weight.data_ptr() else [weight.data, main.data]
-    tensors += [state[key] for key in sorted(state) if isinstance(state[key], Tensor) and state[key].dim()]
-    if any(x.numel() != weight.numel() for x in tensors):
-        raise RuntimeError(f"{FLAG}: this rank's optimizer has a part of an expert's weight; remove the flag")
-    return tensors
+
+    def __init__(self, weight: Tensor, optimizer: Any) -> None:
+        self.weight, self.group, self.place = weight, None, slice(0, weight.numel())
+        main: Any = getattr(weight, "main_param", weight)
+        state: dict[str, Any] = {}
+        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+            if _is_divided(part, weight):
+                self.group = part.data_parallel_group
+                main, self.place = _part_of(part, weight)
+            state = part.optimizer.state.get(main) or state
+        if self.group is not None:
+            keys, is_main_apart = [*MOMENTS], weight.dtype != torch.float32
+        else:
+            keys = sorted(key for key in state if isinstance(state[key], Tensor) and state[key].dim())
+            is_main_apart = main.data_ptr() != weight.data_ptr()
+        self.tensors = [weight.data, *([main] if is_main_apart else []), *(state.get(key) for key in keys)]
+
+    def whole(self, number: int) -> Tensor:
+        """A tensor in one dimension, put together from the ranks that have its parts."""
+        tensor = self.tensors[number]
+        if number == 0 or self.group is None:
+            return tensor.reshape(-1)
+        full = torch.zeros(self.weight.numel(), device=self.weight.device)
+        if tensor is not None:
+            full[self.place] = tensor.reshape(-1)
+        dist.all_reduce(full, group=self.group)
+        return full
+
+    def put(self, number: int, row: Tensor) -> None:
+        """The values of another expert, this rank's part of them."""
+        tensor = self.tensors[number]
+        if tensor is not None:
+            own = row if number == 0 or self.group is None else row[self.place]
+            tensor.copy_(own.view(tensor.shape))
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What a distributed optimizer keeps of a weight, on the rank that has its part."""
+
+
+def _is_divided(part: Any, weight: Tensor) -> bool:
+    """Whether ``part`` is a distributed optimizer of the buffer that ``weight`` lies in."""
+    buffers = getattr(part, "buffers", None) or []
+    return hasattr(part, "model_param_gbuf_map") and any(weight in b.param_to_bucket for b in buffers)
+
+
+def _part_of(part: Any, weight: Tensor) -> tuple[Tensor | None, slice]:
+    """This rank's part of the main weight, and where it lies in the weight; None and nothing where it has none."""
+    if weight not in part.model_param_gbuf_map:
+        return None, slice(0, 0)
+    group, index = part.model_param_group_index_map[weight]
+    place = part._get_model_param_range_map(weight)["param"]
+    return part.optimizer.param_groups[group]["params"][index], slice(place.start, place.end)

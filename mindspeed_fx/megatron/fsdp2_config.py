@@ -115,18 +115,34 @@ def _reason(error: Exception) -> str:
 
 
 def _parse(values: Any, path: str) -> Settings:
-    kinds = {f.name: f.metadata["kind"] for f in dataclasses.fields(Settings)}
+    kinds = _kinds()
     if not isinstance(values, dict):
         raise OptionError(f"{FLAG} {path} holds {values!r}; expected names with values, of {', '.join(kinds)}")
     for name, value in values.items():
         if name not in kinds:
             close = nearest(str(name), kinds)
             raise OptionError(f"{FLAG} {path}: unknown setting {name!r}{close}; valid: {', '.join(kinds)}")
-        expected, is_valid = KINDS[kinds[name]]
-        if value is not None and not _check(is_valid, value):
-            raise OptionError(f"{FLAG} {path}: {name} is {value!r}; expected {expected}")
+        check(f"{FLAG} {path}: {name}", name, value)
     arguments = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items() if x is not None}
     return Settings(**arguments)
+
+
+def _kinds() -> dict[str, str]:
+    return {f.name: f.metadata["kind"] for f in dataclasses.fields(Settings)}
+
+
+def check(place: str, name: str, value: Any) -> None:
+    """Of a value for the setting ``name``; None is valid for each.
+
+    Args:
+        place: where it stands, for the error.
+
+    Raises:
+        OptionError: it is of another kind.
+    """
+    expected, is_valid = KINDS[_kinds()[name]]
+    if value is not None and not _check(is_valid, value):
+        raise OptionError(f"{place} is {value!r}; expected {expected}")
 
 
 def _check(is_valid: Any, value: Any) -> bool:

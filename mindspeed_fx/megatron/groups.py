@@ -50,6 +50,15 @@ def size(group: Any) -> int:
     return 1 if group is None else group.size()
 
 
+def everybodys(group: Any) -> list[tuple[int, ...]]:
+    """The ranks of this group and of those that other processes of the job call this for, sorted; all processes call
+    it.
+    """
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, dist.get_process_group_ranks(group))
+    return sorted({tuple(ranks) for ranks in everybody})
+
+
 def group_or_default(tp_group: Any = None, is_expert: bool = False, check_initialized: bool = True) -> Any:
     """``get_tensor_model_parallel_group_if_none`` without the warning."""
     from megatron.core import parallel_state

@@ -29,6 +29,7 @@ from mindspeed_fx.megatron import (
     sparse_attention,
     sparse_mixer,
     square_root_router,
+    tp_2d,
     zero_experts,
     zero_memory,
 )
@@ -80,6 +81,8 @@ def add_parts(model: Any, args: Namespace) -> None:
         sparse_attention.add_indexers(model, args)
     if getattr(args, "square_root_scores", False):
         square_root_router.change_routers(model)
+    if getattr(args, "tp_2d", False):
+        tp_2d.divide(model, args)
     for layer in model.decoder.layers:
         _change_layer(layer, args)
     if getattr(args, "gemm_gradient_accumulation_fusion", False):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_fx.megatron import nanopipe, patches, several_tensors
+from mindspeed_fx.megatron.dualpipev import schedule as dualpipev
 
 SCHEDULE = "pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving"
 BACKWARD_STEP = "pipeline_parallel.schedules:backward_step"
@@ -168,10 +169,12 @@ def backward_step(input_tensor: Any, output_tensor: Any, output_tensor_grad: Any
 
 def schedule(**kwargs: Any) -> Any:
     """``forward_backward_pipelining_with_interleaving`` with chunks that are recomputed early, or gradients of weights
-    that are made late.
+    that are made late; or DualPipeV's order.
     """
     global _running
     chunks = kwargs["model"]
+    if hasattr(chunks[0], "dualpipev"):
+        return dualpipev.run(kwargs)
     if (queue := getattr(chunks[0], "late_gradients", None)) is not None and not kwargs.get("forward_only"):
         return _schedule_late(kwargs, queue)
     plan = getattr(chunks[0], "ripipe", None)

@@ -20,6 +20,7 @@ from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
     cuda_calls,
     experts,
     experts_npu,
+    forward_beside_backward,
     fusions,
     gated_delta_net,
     groups,
@@ -46,6 +47,7 @@ from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
     zero_memory,
 )
 from mindspeed_fx.megatron.deepseek4 import streams
+from mindspeed_fx.megatron.dualpipev import placement
 from mindspeed_fx.megatron.groups import has_accelerator
 from mindspeed_fx.megatron.patches import EVERYWHERE, IN_GRAPH, WITHOUT_ACCELERATOR, WITHOUT_CUDA, Patch
 
@@ -63,6 +65,8 @@ def table() -> list[Patch]:
         + wide_norms.table()
         + streams.table()
         + torch_fsdp2.table()
+        + placement.table()
+        + forward_beside_backward.table()
         + _data_parallel()
         + _optimizers()
         + muon.table(has_accelerator())

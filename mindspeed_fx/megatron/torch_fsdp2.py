@@ -36,8 +36,9 @@ def finish_grad_sync(self: Any, force_all_reduce: bool | None = False) -> None:
 
 def init(self: Any, config: Any, ddp_config: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
     """``TorchFullyShardedDataParallel.__init__``, by the settings of the run's file where there is one."""
-    path = getattr(training_arguments(), "fsdp2_config_path", None)
-    if path is None:
+    arguments = training_arguments()
+    path, chosen = getattr(arguments, "fsdp2_config_path", None), getattr(arguments, "mindspeed_layerzero", None)
+    if path is None and chosen is None:
         patches.original(INIT)(self, config, ddp_config, module, *args, **kwargs)
         return
     from megatron.core import parallel_state
@@ -46,7 +47,7 @@ def init(self: Any, config: Any, ddp_config: Any, module: nn.Module, *args: Any,
     _BaseDataParallel.__init__(self, config=config, module=module)
     group = kwargs.get("process_group")
     self.process_group = group or parallel_state.get_data_parallel_group(with_context_parallel=True)
-    self.ddp_config, settings = ddp_config, fsdp2_config.read(path)
+    self.ddp_config, settings = ddp_config, fsdp2_config.read(path) if chosen is None else Settings(**chosen)
     self.device_mesh = make_mesh(settings.sharding_size, self.process_group)
     kept = {name: dict(vars(p)) for name, p in module.named_parameters()}  # Megatron's marks, which FSDP2 drops
     divide(module, settings, self.device_mesh)
@@ -71,10 +72,8 @@ def make_mesh(sharding_size: int | None, group: Any) -> Any:
         )
     if size == len(ranks):
         return DeviceMesh.from_group(group, groups.kind(), mesh_dim_names=(SHARD,))
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, ranks)
     rows, columns = [], []
-    for line in sorted({tuple(r) for r in everyone}):  # every rank makes all groups, in one order
+    for line in groups.everybodys(group):  # every rank makes all groups, in one order
         grid = [line[i : i + size] for i in range(0, len(line), size)]
         rows += [list(row) for row in grid]
         columns += [list(column) for column in zip(*grid)]

@@ -19,6 +19,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from mindspeed_fx.compat.dtensor import as_parts_of
+from mindspeed_fx.errors import OptionError
 from mindspeed_fx.partition.split import Part, SplitError, split
 from mindspeed_fx.training import late_gradients_swap
 
@@ -71,6 +72,12 @@ class Queue:
         """
         self.waiting.popleft()()
 
+    def run_newest(self, count: int) -> None:
+        """The ``count`` that were put last, in their order, before older ones; of a queue that does not swap."""
+        newest = [self.waiting.pop() for _ in range(count)]
+        for run in reversed(newest):
+            run()
+
     def take(self) -> Callable[[], None]:
         """What the last backward left, to be run whenever; nothing where it left nothing."""
         return self.waiting.pop() if self.waiting else _nothing
@@ -98,21 +105,35 @@ class Late:
     """Whether a backward that cannot be taken apart makes all gradients at once, where it is asked for some."""
 
 
-def late_of(inputs: Sequence[Any]) -> Late | None:
-    """Of a graph with these inputs: its parameters that are put off (:func:`put_off`); None without such."""
+def take(inputs: Sequence[Any], codegen: str) -> Late | None:
+    """Of a graph with these inputs: its parameters that are put off (:func:`put_off`); None without such.
+
+    Raises:
+        OptionError: ``codegen`` leaves no backward to be taken apart.
+    """
     queue = next((getattr(x, KEY) for x in inputs if hasattr(x, KEY)), None)
     if queue is None:
         return None
+    if codegen != "eager":
+        raise OptionError(
+            f'option "codegen" is "{codegen}"; valid where gradients of weights are made late (--use-nanopipe): "eager"'
+        )
     weights = {i: x for i, x in enumerate(inputs) if hasattr(x, KEY) and x.requires_grad}
     return Late(queue, list(weights), lambda: list(weights.values()))
 
 
-def run_in_parts(backward: fx.GraphModule, late: Late, compile: Callable[[fx.GraphModule], Callable]) -> Callable:
+def run_in_parts(
+    backward: fx.GraphModule,
+    late: Late,
+    compile: Callable[[fx.GraphModule], Callable],
+    prepare: Callable[[fx.GraphModule], None] | None = None,
+) -> Callable:
     """What runs instead of ``backward``: where the queue asks for parts, gradients of the weights are None, and wait
     in it. A function of one list, which it empties.
 
     Args:
         compile: makes of a graph such a function; called when one first runs.
+        prepare: called before with each part but that of the weights.
 
     Raises:
         SplitError: ``backward`` writes in place.
@@ -131,6 +152,8 @@ def run_in_parts(backward: fx.GraphModule, late: Late, compile: Callable[[fx.Gra
 
     def part(name: str, gm: fx.GraphModule) -> Callable:
         if name not in runs:
+            if prepare is not None and name != "weights":
+                prepare(gm)
             runs[name] = compile(gm)
         return runs[name]
 

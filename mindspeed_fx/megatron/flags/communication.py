@@ -62,24 +62,15 @@ def _op_mode(args: Namespace) -> str:
     return group_options.describe(_group_config(args), "hccl_op_expansion_mode")
 
 
-def overlaps_passes(args: Namespace) -> bool:
-    """Whether forward and backward of two micro-batches run together, part of a layer by part of a layer."""
-    is_narrow = get(args, "bf16") or get(args, "fp16")
-    return bool(get(args, "moe_fb_overlap") and is_narrow and get(args, "expert_model_parallel_size", 1) > 1)
-
-
 def _forward_beside_backward(args: Namespace) -> str:
-    if get(args, "moe_token_dispatcher_type") != "alltoall":
-        raise NotDone("it is about exchanged tokens; give --moe-token-dispatcher-type alltoall")
-    for flag in ("recompute_method", "recompute_num_layers", "moe_shared_expert_overlap", "schedules_method"):
-        if get(args, flag):
-            raise NotDone(f"Megatron's overlap is not done beside --{flag.replace('_', '-')}; remove one of the two")
+    if get(args, "overlap_moe_expert_parallel_comm"):
+        raise NotDone("--overlap-moe-expert-parallel-comm beside it, Megatron's own way of eager layers; remove one")
     if get(args, "pipeline_model_parallel_size", 1) > 1 and not has_virtual_stages(args):
-        raise NotDone("with pipeline ranks it needs virtual stages; give --num-layers-per-virtual-pipeline-stage")
-    if not overlaps_passes(args):
-        return "no effect in float32, and without experts on other ranks: nothing is exchanged, or not overlapped"
-    args.overlap_moe_expert_parallel_comm = True
-    return "overlap_moe_expert_parallel_comm = True; layers run eagerly then, and on a cpu one after the other"
+        raise NotDone(
+            "with pipeline ranks it needs virtual stages; give --schedules-method dualpipev, or "
+            "--num-layers-per-virtual-pipeline-stage"
+        )
+    return "a forward and a backward beside it take turns at the waits of their collectives"
 
 
 def _order(args: Namespace) -> str:
@@ -167,11 +158,12 @@ FLAGS = [
     ),
     switch(
         "--moe-fb-overlap",
-        MEGATRON,
+        OPTION,
         "the forward of one microbatch runs beside the backward of another",
-        "`--overlap-moe-expert-parallel-comm`, layers of eager Megatron on two streams of an accelerator; no effect in "
-        "float32, on a cpu and without expert parallelism",
+        "compiled chunks take turns at the waits of their collectives, in DualPipeV's order, in Megatron's interleaved "
+        'one and without pipeline; option `codegen="eager"`; the same values; eager chunks run one after the other',
         act=_forward_beside_backward,
+        options=lambda args: {"codegen": "eager"},
         skip=True,
     ),
     switch(

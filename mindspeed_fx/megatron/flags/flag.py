@@ -171,7 +171,12 @@ def get(args: Namespace, attribute: str, default: Any = None) -> Any:
 
 def has_virtual_stages(args: Namespace) -> bool:
     """Whether a rank holds several stages of the pipeline."""
-    return bool(get(args, "num_layers_per_virtual_pipeline_stage") or get(args, "num_virtual_stages_per_pipeline_rank"))
+    return bool(
+        get(args, "num_layers_per_virtual_pipeline_stage")
+        or get(args, "num_virtual_stages_per_pipeline_rank")
+        or get(args, "schedules_method")
+        or get(args, "mindspeed_virtual_stages", 1) > 1  # of a layout that other flags have become
+    )
 
 
 def count_layers(args: Namespace) -> int:

@@ -6,7 +6,6 @@ from argparse import Namespace
 from typing import Any
 
 from mindspeed_fx.megatron.flags import main_weights, recomputed
-from mindspeed_fx.megatron.flags.communication import overlaps_passes
 from mindspeed_fx.megatron.flags.flag import (
     COMPILER,
     MEGATRON,
@@ -66,11 +65,21 @@ def _swap_attention(args: Namespace) -> str:
     return f"what the backward reads of {', '.join(_swap_modules(args))} waits in host memory{note}"
 
 
+def _swap_core(args: Namespace) -> str:
+    if not get(args, "multi_latent_attention"):
+        raise NotDone("it is about latent attention; give --multi-latent-attention")
+    if get(args, "recompute_granularity") == "full":
+        return "no effect: a layer that is recomputed whole keeps none of it"
+    return "what the backward reads of self_attention.core_attention waits in host memory"
+
+
 def _recompute_options(args: Namespace) -> dict[str, Any]:
-    """What --recompute-activation-function, --recompute-norm and --swap-attention ask for together."""
+    """What --recompute-activation-function, --recompute-norm and the flags that swap ask for together."""
     wishes = recomputed.wishes(args)
-    if get(args, "swap_attention"):
-        globs = {f"layers.*.{name}": "offload" for name in _swap_modules(args)}
+    names = _swap_modules(args) if get(args, "swap_attention") else []
+    names += ["self_attention.core_attention"] if get(args, "mla_swap_core_attn_out") else []
+    if names:
+        globs = {f"layers.*.{name}": "offload" for name in names}
         return {"memory_budget": 1.0, "offload": True, "recompute": {**wishes, **globs}}
     if not wishes:
         return {}
@@ -79,8 +88,6 @@ def _recompute_options(args: Namespace) -> dict[str, Any]:
 
 def _zero_memory(args: Namespace) -> str:
     level = args.moe_zero_memory
-    if overlaps_passes(args):
-        raise NotDone("--moe-fb-overlap beside it, under which experts are not one call; remove one of the two")
     if get(args, "moe_token_dispatcher_type", "allgather") != "alltoall":
         raise NotDone("tokens are not exchanged one by one; give --moe-token-dispatcher-type alltoall")
     modules = getattr(args, "recompute_modules", None) or []
@@ -99,8 +106,6 @@ def _adaptive(args: Namespace) -> str:
         return "no effect without --num-experts"
     if scale <= 0:
         raise NotDone(f"--moe-adaptive-recompute-activation-scale {scale}: a number above 0 is expected")
-    if overlaps_passes(args):
-        raise NotDone("--moe-fb-overlap beside it, under which experts are not one call; remove one of the two")
     if get(args, "moe_zero_memory", "disable") != "disable":
         raise NotDone("--moe-zero-memory beside it, which makes the same again at every step; remove one of the two")
     return f"an expert with more than {scale} times its share of tokens makes its layer keep nothing for the backward"
@@ -191,7 +196,16 @@ FLAGS = [
     ),
     switch("--smart-swap", REFUSED, "tensors swapped by an allocator that watches memory", HOST, skip=True),
     switch("--swap-layer-input", REFUSED, "inputs of layers wait in host memory", HOST, skip=True),
-    switch("--mla-swap-core-attn-out", REFUSED, "outputs of attention wait in host memory", HOST, skip=True, llm=True),
+    switch(
+        "--mla-swap-core-attn-out",
+        OPTION,
+        "outputs of latent attention wait in host memory",
+        "option `recompute`: what the backward reads of core_attention is offloaded",
+        act=_swap_core,
+        options=_recompute_options,
+        skip=True,
+        llm=True,
+    ),
     switch("--mla-zero-memory", REFUSED, "latent attention saves next to nothing", BUDGET, skip=True, llm=True),
     switch("--adaptive-memory-optimization", REFUSED, "recompute and swap chosen by profiling", BUDGET, skip=True),
     number("--adaptive-recompute-device-size", -1, REFUSED, "modules to recompute by profiling", BUDGET, skip=True),

@@ -196,7 +196,7 @@ FLAGS = [
         OPTION,
         "experts placed by their tokens",
         "weights and optimizer states of experts move to ranks that have fewer tokens; checkpoints hold them where "
-        "Megatron places them; an error where several ranks hold the same experts",
+        "Megatron places them",
         act=_placed,
         skip=True,
         shown_by="test_expert_placement.py::test_two_ranks",

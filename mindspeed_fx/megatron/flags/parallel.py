@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from argparse import Namespace
 from typing import Any
 
 from mindspeed_fx.errors import OptionError
-from mindspeed_fx.megatron import fsdp2_config
+from mindspeed_fx.megatron import fsdp2_config, layerzero
 from mindspeed_fx.megatron.flags.flag import (
     MEGATRON,
     OPTION,
@@ -69,6 +71,57 @@ def _fsdp2(args: Namespace) -> str:
     return f"fully_shard with {settings}"
 
 
+def _two_dimensions(args: Namespace) -> str:
+    x, y, tp = (get(args, name, 1) for name in ("tp_x", "tp_y", "tensor_model_parallel_size"))
+    if x * y != tp or x < 2 or y < 2:
+        raise NotDone(f"--tp-x {x} times --tp-y {y} is not --tensor-model-parallel-size {tp}; give two numbers above 1")
+    for name in ("pipeline_model_parallel_size", "context_parallel_size"):
+        if (get(args, name, 1) or 1) > 1:
+            raise NotDone(f"--{name.replace('_', '-')} above 1 beside it; remove one of the two")
+    for name in ("num_experts", "multi_latent_attention", "mtp_num_layers", "sequence_parallel", "add_qkv_bias"):
+        if get(args, name):
+            raise NotDone(f"--{name.replace('_', '-')} beside it; remove one of the two")
+    if get(args, "add_bias_linear"):
+        raise NotDone("its linear layers have no bias; give --disable-bias-linear")
+    if get(args, "normalization", "LayerNorm") != "RMSNorm" or get(args, "apply_layernorm_1p"):
+        raise NotDone("its norms over divided rows are RMSNorm's; give --normalization RMSNorm")
+    if get(args, "save") and get(args, "ckpt_format") != "torch":
+        raise NotDone("its weights have a form of their own; give --ckpt-format torch")
+    for name, parts in (("seq_length", x * y), ("hidden_size", x * y), ("ffn_hidden_size", x * y)):
+        if (get(args, name) or 0) % parts:
+            raise NotDone(f"--{name.replace('_', '-')} {get(args, name)} does not divide over {parts} ranks")
+    return f"{x} times {y} ranks"
+
+
+def _layerzero(args: Namespace) -> str:
+    if not get(args, "layerzero_config"):
+        raise NotDone("its settings are those of a file; give --layerzero-config")
+    for name in ("pipeline_model_parallel_size", "expert_model_parallel_size"):
+        if (get(args, name, 1) or 1) > 1:
+            raise NotDone(f"--{name.replace('_', '-')} above 1 beside it: torch's FSDP2 in Megatron has neither")
+    if get(args, "fp16"):
+        raise NotDone("--fp16 beside it: torch's FSDP2 in Megatron scales no loss; give --bf16")
+    for name in ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2", "fsdp2_config_path", "reuse_fp32_param"):
+        if get(args, name):
+            raise NotDone(f"--{name.replace('_', '-')} beside it; remove one of the two")
+    if not get(args, "untie_embeddings_and_output_weights"):
+        raise NotDone("tied weights would be gathered twice; give --untie-embeddings-and-output-weights")
+    try:
+        settings = layerzero.read(args.layerzero_config)
+    except OptionError as error:
+        raise NotDone(str(error)) from None
+    tp, ranks = get(args, "tensor_model_parallel_size", 1) or 1, get(args, "world_size", 1)
+    settings = dataclasses.replace(settings, sharding_size=max(1, min(settings.sharding_size, ranks) // tp))
+    args.use_torch_fsdp2, args.mindspeed_layerzero, args.ckpt_format = True, dataclasses.asdict(settings), "torch_dist"
+    args.use_distributed_optimizer = args.gradient_accumulation_fusion = False
+    return f"use_torch_fsdp2 = True, fully_shard with {settings}"
+
+
+def _allow_connections(args: Namespace) -> None:
+    """Megatron asks for one with tensor parallelism, and refuses one for FSDP2."""
+    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+
+
 FSDP = "remove it; Megatron's --use-distributed-optimizer and --use-megatron-fsdp divide states and weights"
 ONE_DIMENSION = "remove it; --tensor-model-parallel-size with --sequence-parallel divides in one dimension"
 
@@ -112,7 +165,17 @@ FLAGS = [
         "expert parallel size times the tensor parallel size, `--expert-tensor-parallel-size 1`",
         act=_share_experts,
     ),
-    switch("--tp-2d", REFUSED, "tensor parallelism in two dimensions", ONE_DIMENSION, skip=True),
+    switch(
+        "--tp-2d",
+        OPTION,
+        "tensor parallelism in two dimensions",
+        "weights in x times y parts, tokens in x and channels in y parts between layers, norms over divided rows; the "
+        "values of tensor parallelism in one dimension; dense layers with RMSNorm and without biases, alone or beside "
+        "data parallelism",
+        act=_two_dimensions,
+        shown_by="test_tp_2d.py::test_a_run_is_that_of_one_dimension",
+        skip=True,
+    ),
     setting("--tp-x", "--tp-2d", 1),
     setting("--tp-y", "--tp-2d", 1),
     setting("--enable-overlap-ag-with-matmul", "--tp-2d"),
@@ -121,7 +184,18 @@ FLAGS = [
     switch("--use-nd-matmul", REFUSED, "tensor parallelism in several dimensions", ONE_DIMENSION, skip=True),
     setting("--nd1-dim1-size", "--use-nd-matmul", 1),
     setting("--nd2-dim1-size", "--use-nd-matmul", 1),
-    switch("--layerzero", REFUSED, "weights gathered layer by layer", FSDP, skip=True),
+    switch(
+        "--layerzero",
+        OPTION,
+        "weights gathered layer by layer",
+        "torch's FSDP2 in Megatron (`--use-torch-fsdp2`) with zero3_size, transformer_layers, param_dtype, "
+        "reduce_dtype and autocast_input of `--layerzero-config`; an error for ignored_modules, offload_grads and "
+        "ckpt_load_path, with `--fp16`, pipeline and expert ranks; states of the optimizer are divided as weights are",
+        act=_layerzero,
+        start=_allow_connections,
+        shown_by="test_layerzero.py::test_a_file_of_all_settings",
+        skip=True,
+    ),
     setting("--layerzero-config", "--layerzero", None, str),
     switch("--enable-zero3", REFUSED, "weights divided over data-parallel ranks", FSDP, skip=True),
     word(

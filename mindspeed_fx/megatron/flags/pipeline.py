@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 
-from mindspeed_fx.megatron.flags.communication import overlaps_passes
 from mindspeed_fx.megatron.flags.flag import (
     MEGATRON,
     OPTION,
@@ -18,12 +17,6 @@ from mindspeed_fx.megatron.flags.flag import (
     setting,
     switch,
     word,
-)
-
-SCHEDULE = (
-    "remove it: Megatron's 1F1B, or interleaved with --num-layers-per-virtual-pipeline-stage, the same values; "
-    "Megatron's models have the last stage on the last rank, this schedule on the first (torch's ScheduleDualPipeV "
-    "runs others)"
 )
 
 
@@ -59,6 +52,7 @@ def set_layout(args: Namespace, counts: list[int]) -> str:
     if len(counts) == 1:
         return f"num_layers = {args.num_layers}"
     args.num_layers_per_virtual_pipeline_stage = args.num_virtual_stages_per_pipeline_rank = None
+    args.mindspeed_virtual_stages = len(counts) // get(args, "pipeline_model_parallel_size", 1)
     args.pipeline_model_parallel_layout = layout(counts, get(args, "mtp_num_layers"))
     return f"num_layers = {args.num_layers}, pipeline_model_parallel_layout = {args.pipeline_model_parallel_layout}"
 
@@ -133,8 +127,46 @@ def _unaligned(args: Namespace) -> str:
 def _check_virtual(args: Namespace) -> None:
     if get(args, "pipeline_model_parallel_size", 1) < 2 or not has_virtual_stages(args):
         raise NotDone("it is about virtual stages; give --num-layers-per-virtual-pipeline-stage")
-    if overlaps_passes(args):
+    if get(args, "moe_fb_overlap"):
         raise NotDone("--moe-fb-overlap beside it, which has a schedule of its own; remove one of the two")
+
+
+NOT_IN_V = (
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "num_layer_list",
+    "pipeline_num_transformer_layers",
+    "variable_seq_lengths",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "recompute_in_bubble",
+    "recompute_in_advance",
+    "use_nanopipe",
+    "use_megatron_fsdp",
+    "use_torch_fsdp2",
+    "defer_embedding_wgrad_compute",
+)
+
+
+def _v_shape(args: Namespace) -> str:
+    """Two chunks a rank, of which the second is Megatron's of the rank opposite."""
+    ranks = get(args, "pipeline_model_parallel_size", 1) or 1
+    if ranks < 2:
+        raise NotDone("it is about pipeline ranks; give --pipeline-model-parallel-size")
+    for flag in NOT_IN_V:
+        if get(args, flag):
+            raise NotDone(f"--{flag.replace('_', '-')} beside it; remove one of the two")
+    if count_layers(args) % (2 * ranks):
+        raise NotDone(f"{args.num_layers} layers do not divide over {2 * ranks} stages, two for each pipeline rank")
+    args.num_virtual_stages_per_pipeline_rank = 2
+    text = f"rank r has stages r and {2 * ranks - 1} - r"
+    if not get(args, "dualpipev_dw_detach"):
+        return text
+    for flag in ("gemm_gradient_accumulation_fusion", "reuse_fp32_param"):
+        if get(args, flag):
+            raise NotDone(f"--{flag.replace('_', '-')} beside --dualpipev-dw-detach; remove one of the two")
+    args.gradient_accumulation_fusion = False
+    return f"{text}; late gradients of weights where its order has them; gradient_accumulation_fusion = False"
 
 
 def _in_bubble(args: Namespace) -> str:
@@ -193,14 +225,28 @@ def _variable_lengths(args: Namespace) -> str:
 
 
 def _several_tensors(args: Namespace) -> str:
-    if has_virtual_stages(args):
-        raise NotDone("Megatron's schedule of virtual stages sends one tensor; remove the virtual stages")
     if get(args, "schedules_method"):
         raise NotDone("--schedules-method beside it: MindSpeed takes one of the two")
+    if has_virtual_stages(args):
+        raise NotDone("Megatron's schedule of virtual stages sends one tensor; remove the virtual stages")
     return "a stage's list of tensors is sent, and its backward begins at all of them; hidden states alone by default"
 
 
 FLAGS = [
+    word(
+        "--schedules-method",
+        None,
+        OPTION,
+        "dualpipev: a rank has two chunks in V shape, forwards and backwards of both run beside each other",
+        "torch's order of DualPipeV over Megatron's chunks, the last stage on the first rank; the same values; two "
+        "micro-batches a rank or more; with `--dualpipev-dw-detach` late gradients of weights, option "
+        '`codegen="eager"`',
+        act=_v_shape,
+        options=lambda args: {"codegen": "eager"} if get(args, "dualpipev_dw_detach") else {},
+        choices=("dualpipev",),
+        skip=True,
+    ),
+    setting("--dualpipev-dw-detach", "--schedules-method"),
     word(
         "--num-layer-list",
         None,
@@ -233,16 +279,6 @@ FLAGS = [
         "variable_seq_lengths of Megatron-core's configuration",
         act=_variable_lengths,
     ),
-    word(
-        "--schedules-method",
-        None,
-        REFUSED,
-        "dualpipev: forward and backward in both directions at once",
-        SCHEDULE,
-        choices=("dualpipev",),
-        skip=True,
-    ),
-    setting("--dualpipev-dw-detach", "--schedules-method"),
     switch(
         "--recompute-in-bubble",
         OPTION,

@@ -12,6 +12,7 @@ from mindspeed_fx.megatron import (
     adaptive_memory,
     buckets,
     flags,
+    forward_beside_backward,
     fsdp2_graph,
     logged_losses,
     nanopipe,
@@ -19,6 +20,8 @@ from mindspeed_fx.megatron import (
     ripipe,
     torch_fsdp2,
 )
+from mindspeed_fx.megatron.dualpipev import placement
+from mindspeed_fx.megatron.dualpipev import schedule as dualpipev
 from mindspeed_fx.megatron.flags import recomputed
 
 SWITCH = "MINDSPEED_FX_COMPILE"
@@ -26,10 +29,17 @@ SWITCH = "MINDSPEED_FX_COMPILE"
 
 def get_model(*args: Any, **kwargs: Any) -> Any:
     """``megatron.training.training.get_model``, whose chunks compile at their first call."""
-    model = patches.original("megatron.training.training:get_model")(*args, **kwargs)
     from megatron.training import get_args
 
     arguments = get_args()
+    if placement.is_asked(arguments):
+        args = (placement.provider(args[0]), *args[1:])
+    model = patches.original("megatron.training.training:get_model")(*args, **kwargs)
+    turns = getattr(arguments, "moe_fb_overlap", False) and wants_compile()
+    if placement.is_asked(arguments):
+        dualpipev.prepare(model, getattr(arguments, "dualpipev_dw_detach", False) and wants_compile(), turns)
+    if turns:
+        forward_beside_backward.prepare(model, by_megatron=not placement.is_asked(arguments))
     if getattr(arguments, "use_nanopipe", False):
         if not wants_compile():
             raise ValueError(f"{SWITCH}=0: --use-nanopipe splits compiled backwards; expected 1")

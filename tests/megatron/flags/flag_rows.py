@@ -32,10 +32,10 @@ REFUSED = {
     --moe-router-dtype=fp8
     """,
     "--tensor-model-parallel-size": """
-    --tp-2d --use-nd-matmul
+    --use-nd-matmul
     """,
     "--use-distributed-optimizer": """
-    --layerzero --enable-zero3
+    --enable-zero3
     """,
     "--ddp-pad-buckets-for-high-nccl-busbw": """
     --param-and-grad-buffer-pad=2
@@ -43,11 +43,8 @@ REFUSED = {
     "--pipeline-model-parallel-layout": """
     --layerwise-disaggregated-training
     """,
-    "--num-layers-per-virtual-pipeline-stage": """
-    --schedules-method=dualpipev
-    """,
     "memory_budget": """
-    --automated-pipeline --smart-swap --swap-layer-input --mla-swap-core-attn-out --mla-zero-memory
+    --automated-pipeline --smart-swap --swap-layer-input --mla-zero-memory
     --adaptive-memory-optimization --adaptive-recompute-device-size=1
     --moe-unperm2-mem-optim-swap --compress-activation=some --compress-dense=level0
     """,

@@ -5,12 +5,17 @@ from pathlib import Path
 CONTEXT = dict(says="context parallel size 1")
 SPEED = dict(says="overlap.schedule")
 EXCHANGED = "--moe-token-dispatcher-type alltoall"
+LAUNCH = Path(__file__).parents[1] / "launch"
+LAYERZERO = f"--layerzero --layerzero-config {LAUNCH / 'layerzero.yaml'} --untie-embeddings-and-output-weights"
+TWO_DIMENSIONS = """--tp-2d --tp-x 2 --tp-y 2 --tensor-model-parallel-size 4 --disable-bias-linear
+    --normalization RMSNorm"""
+V_SHAPE = "--schedules-method dualpipev --pipeline-model-parallel-size 2"
 NARROW = "--bf16 --expert-model-parallel-size 2"
 LOWERED = dict(says="lowered")
 BETWEEN = dict(says="between stages")
 EMA = "--optimizer-selection fused_ema_adamw"
 
-FSDP2 = f"--use-torch-fsdp2 --fsdp2-config-path {Path(__file__).parents[1] / 'launch' / 'fsdp2.yaml'}"
+FSDP2 = f"--use-torch-fsdp2 --fsdp2-config-path {LAUNCH / 'fsdp2.yaml'}"
 PARALLEL = {
     "--fsdp2-config-path": [
         (FSDP2, dict(says="param_dtype = bf16, reduce_dtype = fp32")),
@@ -58,11 +63,54 @@ PARALLEL = {
         ("--hccl-op-mode cp:some", dict(error="group:number is expected")),
     ],
     "--moe-fb-overlap": [
-        (f"--moe-fb-overlap {NARROW} {EXCHANGED}", dict(overlap_moe_expert_parallel_comm=True)),
-        (f"--moe-fb-overlap {EXCHANGED} --expert-model-parallel-size 2", dict(says="no effect in float32")),
-        (f"--moe-fb-overlap {NARROW}", dict(error="give --moe-token-dispatcher-type alltoall")),
-        (f"--moe-fb-overlap {NARROW} {EXCHANGED} --pipeline-model-parallel-size 2", dict(error="needs virtual stages")),
-        (f"--moe-fb-overlap {EXCHANGED} --schedules-method dualpipev", dict(error="beside --schedules-method")),
+        (f"--moe-fb-overlap {NARROW} {EXCHANGED}", dict(options={"codegen": "eager"}, says="take turns at the waits")),
+        ("--moe-fb-overlap --pipeline-model-parallel-size 2", dict(error="needs virtual stages")),
+        (f"--moe-fb-overlap {V_SHAPE}", dict(options={"codegen": "eager"}, says="take turns at the waits")),
+        ("--moe-fb-overlap --overlap-moe-expert-parallel-comm", dict(error="Megatron's own way of eager layers")),
+    ],
+    "--schedules-method": [
+        (V_SHAPE, dict(num_virtual_stages_per_pipeline_rank=2, options={}, says="rank r has stages r and 3 - r")),
+        (
+            f"{V_SHAPE} --noop-layers 3",
+            dict(pipeline_model_parallel_layout="Et|t|t|L", num_virtual_stages_per_pipeline_rank=None),
+        ),
+        (
+            f"{V_SHAPE} --dualpipev-dw-detach",
+            dict(gradient_accumulation_fusion=False, options={"codegen": "eager"}, says="late gradients of weights"),
+        ),
+        ("--schedules-method dualpipev", dict(error="give --pipeline-model-parallel-size")),
+        ("--schedules-method dualpipev --pipeline-model-parallel-size 3", dict(error="4 layers do not divide over 6")),
+        (f"{V_SHAPE} --num-layers-per-virtual-pipeline-stage 1", dict(error="virtual-pipeline-stage beside it")),
+        (f"{V_SHAPE} --overlap-grad-reduce", dict(error="--overlap-grad-reduce beside it")),
+        (f"{V_SHAPE} --dualpipev-dw-detach --reuse-fp32-param --bf16", dict(error="--reuse-fp32-param beside")),
+    ],
+    "--tp-2d": [
+        (TWO_DIMENSIONS, dict(says="2 times 2 ranks")),
+        ("--tp-2d --tp-x 2 --tp-y 2", dict(error="is not --tensor-model-parallel-size 1")),
+        (f"{TWO_DIMENSIONS} --tp-x 4 --tp-y 1", dict(error="give two numbers above 1")),
+        (f"{TWO_DIMENSIONS} --num-experts 4", dict(error="--num-experts beside it")),
+        (TWO_DIMENSIONS.replace("RMSNorm", "LayerNorm"), dict(error="give --normalization RMSNorm")),
+        (f"{TWO_DIMENSIONS} --pipeline-model-parallel-size 2", dict(error="--pipeline-model-parallel-size above 1")),
+        (f"{TWO_DIMENSIONS} --save some --ckpt-format torch_dist", dict(error="give --ckpt-format torch")),
+        (f"{TWO_DIMENSIONS} --seq-length 6", dict(error="--seq-length 6 does not divide over 4")),
+    ],
+    "--layerzero": [
+        (f"{LAYERZERO} --use-distributed-optimizer", dict(use_torch_fsdp2=True, use_distributed_optimizer=False)),
+        ("--layerzero", dict(error="give --layerzero-config")),
+        (f"{LAYERZERO} --fp16", dict(error="give --bf16")),
+    ],
+    "--mla-swap-core-attn-out": [
+        (
+            "--mla-swap-core-attn-out --multi-latent-attention",
+            dict(
+                options={
+                    "memory_budget": 1.0,
+                    "offload": True,
+                    "recompute": {"layers.*.self_attention.core_attention": "offload"},
+                }
+            ),
+        ),
+        ("--mla-swap-core-attn-out", dict(error="give --multi-latent-attention")),
     ],
     "--async-log-allreduce": [("--async-log-allreduce", dict(says="Megatron's own reduction"))],
     "--optimize-send-recv-comm": [("--optimize-send-recv-comm", BETWEEN)],
@@ -278,10 +326,6 @@ MEMORY = {
             dict(error="--moe-zero-memory beside it"),
         ),
         (
-            f"--moe-adaptive-recompute-activation --num-experts 4 --moe-fb-overlap {NARROW} {EXCHANGED}",
-            dict(error="--moe-fb-overlap beside it"),
-        ),
-        (
             "--moe-adaptive-recompute-activation --num-experts 4 --moe-token-dispatcher-type alltoall_seq",
             dict(error="MindSpeed does not take it beside --moe-token-dispatcher-type alltoall_seq"),
         ),
@@ -293,7 +337,7 @@ MEMORY = {
             f"--moe-zero-memory level1 {EXCHANGED} --recompute-granularity selective --recompute-modules moe_act",
             dict(error="--recompute-modules moe_act makes the same again"),
         ),
-        (f"--moe-zero-memory level0 --moe-fb-overlap {NARROW} {EXCHANGED}", dict(error="--moe-fb-overlap beside it")),
+        (f"--moe-zero-memory level0 --moe-fb-overlap {EXCHANGED}", dict(says="level0: experts keep their first")),
         ("--moe-zero-memory level0", dict(error="give --moe-token-dispatcher-type alltoall")),
     ],
     "--moe-zero-memory-num-layers": [

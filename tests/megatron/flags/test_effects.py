@@ -13,7 +13,7 @@ from tests.megatron.flags.effects import EFFECTS
 from tests.megatron.flags.flag_rows import OWN, REFUSED, SETTINGS
 from tests.megatron.flags.layer_effects import EXPERTS, MODEL
 from tests.megatron.flags.model_effects import MODEL_EFFECTS, MORE_RUNS, SPARSE_MODEL
-from tests.megatron.flags.parallel_effects import PARALLEL
+from tests.megatron.flags.parallel_effects import LAYERZERO, PARALLEL, TWO_DIMENSIONS, V_SHAPE
 from tests.megatron.flags.words import MEGATRON, parse
 
 RUNS = {
@@ -23,6 +23,9 @@ RUNS = {
 """A run of each flag that has settings."""
 RUNS |= {
     "--profile": "--profile",
+    "--layerzero": LAYERZERO,
+    "--tp-2d": f"--tp-2d {TWO_DIMENSIONS}",
+    "--schedules-method": f"--schedules-method=dualpipev {V_SHAPE}",
     "--moe-model-type": "--moe-model-type=deepspeed_moe --num-experts=4",
     "--use-pipe-experts": "--use-pipe-experts --sequence-parallel",
     "--ampipe-degree": "--ampipe-degree=2 --moe-model-type=deepspeed_moe --num-experts=4",

@@ -31,7 +31,7 @@ def test_the_choice():
     assert expert_placement.variation([2.0, 2.0]) == 0 and expert_placement.variation([0.0, 0.0]) == 0
 
 
-def worker(rank: int, store: str, compiles: bool) -> None:
+def worker(rank: int, store: str, compiles: bool, world: int) -> None:
     import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -39,7 +39,7 @@ def worker(rank: int, store: str, compiles: bool) -> None:
     import mindspeed_fx.megatron_adaptor
 
     mindspeed_fx.megatron_adaptor.apply()
-    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     parallel_state.initialize_model_parallel(expert_model_parallel_size=RANKS)
     model_parallel_cuda_manual_seed(1)
     args = Namespace(
@@ -87,4 +87,9 @@ def worker(rank: int, store: str, compiles: bool) -> None:
 @pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_two_ranks(compiles, tmp_path):
     """Outputs of five steps, weights, both moments; experts moved after two."""
-    ranks.spawn(worker, (str(tmp_path / "store"), compiles), nprocs=RANKS)
+    ranks.spawn(worker, (str(tmp_path / "store"), compiles, RANKS), nprocs=RANKS)
+
+
+def test_two_ranks_with_the_same_experts(tmp_path):
+    """Both pairs of ranks place them alike, by the tokens of all."""
+    ranks.spawn(worker, (str(tmp_path / "store"), False, 2 * RANKS), nprocs=2 * RANKS)

@@ -23,6 +23,9 @@ DROP = frozenset(
 FSDP2 = "--fsdp2-config-path"
 SETTINGS = {"": HERE / "fsdp2.yaml", "fp32": HERE / "fsdp2_fp32.yaml"}
 """Of torch's FSDP2, whose file the scripts leave out, by type."""
+LAYERZERO = "--layerzero-config"
+LAYERZERO_SETTINGS = {"": HERE / "layerzero.yaml", "fp32": HERE / "layerzero_fp32.yaml"}
+"""The same of LayerZeRO."""
 
 
 @dataclass
@@ -113,6 +116,7 @@ def shrink(script: Script, dtype: str = "") -> tuple[list[str], int]:
     for flag in DROP:
         args.pop(flag, None)
     args.replace(FSDP2, SETTINGS[dtype])
+    args.replace(LAYERZERO, LAYERZERO_SETTINGS[dtype])
     args.put("--mock-data")
     args.put("--vocab-size", 255)
     if dtype == "fp32":
@@ -122,7 +126,8 @@ def shrink(script: Script, dtype: str = "") -> tuple[list[str], int]:
 
 
 def _mesh(args: Arguments) -> Mesh:
-    tp, pp = min(args.number("--tensor-model-parallel-size"), 2), args.number("--pipeline-model-parallel-size")
+    tp = min(args.number("--tensor-model-parallel-size"), 4 if "--tp-2d" in args else 2)
+    pp = args.number("--pipeline-model-parallel-size")
     algorithm = "".join(args.get("--context-parallel-algo", []))
     cp = min(args.number("--context-parallel-size"), 4 if _two_level(args, algorithm) else 2)
     ep = min(args.number("--expert-model-parallel-size"), 2)
@@ -233,7 +238,7 @@ def _experts(args: Arguments, mesh: Mesh, layers: int) -> None:
 
 def _run(args: Arguments, mesh: Mesh) -> None:
     args.lower("--micro-batch-size", 2)
-    microbatches = max(2, mesh.pp)
+    microbatches = max(2, mesh.pp * (2 if "--schedules-method" in args else 1))
     args.put("--global-batch-size", args.number("--micro-batch-size") * mesh.dp * microbatches)
     args.put("--train-iters", 3)
     args.put("--eval-iters", 0)

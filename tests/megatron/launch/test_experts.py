@@ -64,15 +64,26 @@ ALWAYS = "tests.megatron.launch.test_experts:move_always"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", ["", "--bf16 --use-distributed-optimizer", "--bf16"])
-def test_experts_that_move(flags):
+@pytest.mark.parametrize(
+    "flags, world",
+    [
+        ("", 2),
+        ("--bf16 --use-distributed-optimizer", 2),
+        ("--bf16", 2),
+        ("", 4),
+        ("--bf16 --use-distributed-optimizer", 4),
+        ("--use-distributed-optimizer", 4),
+    ],
+)
+def test_experts_that_move(flags, world):
+    """On four ranks two have the same experts, and parts of their states with the distributed optimizer."""
     words = f"{MOE} {flags}"
-    plain = train(words, 2, EAGER)
+    plain = train(words, world, EAGER)
     tolerance = 1e-3 if "--bf16" in flags else 1e-5
     for environ, graphs in ((EAGER, 0), (COMPILED, 1)):
-        run = train(f"{words} {MOVES}", 2, environ, setup=ALWAYS)
+        run = train(f"{words} {MOVES}", world, environ, setup=ALWAYS)
         lines = run.output[0].splitlines()
-        assert run.graphs == [graphs] * 2 and sum(line.startswith("moved: ") for line in lines) == 3 * 2
+        assert run.graphs == [graphs] * world and sum(line.startswith("moved: ") for line in lines) == 3 * 2
         assert any("layer 1 of experts: tokens of ranks" in line for line in lines)
         for iteration, losses in plain.losses.items():
             assert run.losses[iteration] == pytest.approx(losses, rel=tolerance)

@@ -1,36 +1,44 @@
-"""``--moe-fb-overlap``: Megatron's schedule of parts of layers of two micro-batches; the losses of the run without."""
+"""``--moe-fb-overlap`` in Megatron's own schedules: compiled chunks of two micro-batches by turns, and the losses of
+the run without."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.megatron.launch.test_pretrain import COMPILED, EAGER, train
+from tests.megatron.launch.test_pretrain import COMPILED, train
 
 EXPERTS = """--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --moe-router-topk 2
-    --moe-ffn-hidden-size 32 --bf16 --use-distributed-optimizer --moe-router-dtype fp32 --global-batch-size 16"""
+    --moe-ffn-hidden-size 32 --use-distributed-optimizer --moe-router-dtype fp32 --global-batch-size 16"""
+NARROW = "--bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 STAGES = "--pipeline-model-parallel-size 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"
 RECORD = "tests.megatron.launch.test_fb_overlap:record"
 pytestmark = pytest.mark.slow
 
 
 def record(rank: int) -> None:
-    """Prints which layers of two micro-batches run together."""
-    from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan as Layer
+    """Prints which passes run together, and when they hand over."""
+    from mindspeed_fx.megatron import forward_beside_backward
+    from mindspeed_fx.training import turns
 
-    run = Layer.run
+    def told(name, function):
+        def tell(*args, **kwargs):
+            print(f"event: {name}", flush=True)
+            return function(*args, **kwargs)
 
-    def recorded(forward, backward, *args, **kwargs):
-        print(f"event: {forward is not None} {backward is not None}", flush=True)
-        return run(forward, backward, *args, **kwargs)
+        return tell
 
-    Layer.run = staticmethod(recorded)
+    forward_beside_backward.run = told("pair", forward_beside_backward.run)
+    turns._Pair.hand_over = told("turn", turns._Pair.hand_over)
 
 
-@pytest.mark.parametrize("flags, world", [(EXPERTS, 2), (f"{EXPERTS} {STAGES}", 4)])
+@pytest.mark.parametrize("flags, world", [(EXPERTS, 2), (f"{EXPERTS} {NARROW}", 2), (f"{EXPERTS} {STAGES}", 4)])
 def test_two_micro_batches_at_once(flags, world):
-    plain = train(flags, world, EAGER)
+    plain = train(flags, world, COMPILED)
     both = train(f"{flags} --moe-fb-overlap", world, COMPILED, setup=RECORD)
     assert both.losses == plain.losses and both.grad_norms == plain.grad_norms
-    assert both.output[0].count("event: True True") > 0
-    if world == 2:  # 4 micro-batches of 2 layers: the first forward and the last backward are alone
-        assert both.output[0].count("event: True True") == 3 * 3 * 2
+    output = both.output[0]
+    # one rank of a stage: 4 micro-batches, whose first forward and last backward are alone; rank 0 of two stages: 8
+    # forwards of chunks of 4 micro-batches, of which 5 are made before the first backward
+    pairs = 3 * 3 if world == 2 else 3 * (8 - 5)
+    assert output.count("event: pair") == pairs
+    assert output.count("event: turn") > 2 * pairs

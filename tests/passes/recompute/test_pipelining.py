@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import mindspeed_fx
+from mindspeed_fx.compat.pipelining import orders_of
 from mindspeed_fx.errors import OptionError
 from mindspeed_fx.partition.split import SplitError, split
 from tests import ranks
@@ -170,22 +171,6 @@ def test_torchs_schedules_of_late_weights_over_two_processes_are_the_plain_one_t
     ranks.spawn(worker, args=(str(tmp_path / "store"), ["plain", kind]), nprocs=2)
 
 
-def orders(ranks_of_pipeline: int, microbatches: int) -> list[list]:
-    """What every rank runs in torch's DualPipeV, without a process."""
-    from torch.distributed.pipelining.schedules import ScheduleDualPipeV
-
-    schedule = ScheduleDualPipeV.__new__(ScheduleDualPipeV)
-    schedule.pp_group_size, schedule._n_microbatches = ranks_of_pipeline, microbatches
-    return [schedule._calculate_single_rank_operations(rank) for rank in range(ranks_of_pipeline)]
-
-
-def parts_of(action) -> list[tuple[str, int, int]]:
-    """("F", "I", "W" or both gradients "B"; stage; micro-batch) of an action, two where one runs beside another."""
-    kinds = {"FORWARD": "F", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W", "FULL_BACKWARD": "B"}
-    parts = action.sub_actions or [action]
-    return [(kinds[p.computation_type.name], p.stage_index, p.microbatch_index) for p in parts]
-
-
 def bubbles(of_ranks: list[list], durations: dict[str, int]) -> list[int]:
     """Time in which each rank waits; a forward beside a backward lasts as long as both."""
     last, done = 2 * len(of_ranks) - 1, {}
@@ -202,7 +187,7 @@ def bubbles(of_ranks: list[list], durations: dict[str, int]) -> list[int]:
         before = sum(place)
         for r, actions in enumerate(of_ranks):
             while place[r] < len(actions):
-                parts = parts_of(actions[place[r]])
+                parts = actions[place[r]]
                 wanted = [n for n in (needs(*p) for p in parts) if n is not None]
                 if any(n not in done for n in wanted):
                     break
@@ -223,5 +208,6 @@ def test_the_bubble_of_dualpipev_by_event_order(count, forward, inputs, weights)
     both = inputs + weights
     durations = {"F": forward, "I": inputs, "W": weights, "B": both}
     for microbatches in (2 * count, 3 * count):
-        waits = bubbles(orders(count, microbatches), durations)
+        orders = orders_of("DualPipeV", count, 2 * count, microbatches)
+        waits = bubbles(orders, durations)
         assert max(waits) == (count - 1) * (forward + both + both - 3 * weights), waits

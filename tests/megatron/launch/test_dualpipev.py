@@ -1,0 +1,138 @@
+"""DualPipeV over Megatron's chunks: losses and gradient norms of the interleaved schedule, and torch's order."""
+
+from __future__ import annotations
+
+import re
+import zlib
+
+import pytest
+
+from mindspeed_fx.compat import pipelining
+from tests.megatron.launch import runner
+from tests.megatron.launch.test_pretrain import COMPILED, EAGER, SMALL
+
+INTERLEAVED = "--num-virtual-stages-per-pipeline-rank 2"
+V = "--schedules-method dualpipev"
+PIPELINE = "--pipeline-model-parallel-size 2 --num-layers 4 --global-batch-size 8"
+EXPERTS = """--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --moe-router-topk 2
+    --moe-ffn-hidden-size 32 --use-distributed-optimizer --global-batch-size 16"""
+SEEDED = "tests.megatron.launch.test_dualpipev:seed_by_name"
+
+
+def seed_by_name(rank: int) -> None:
+    """A weight's first values are drawn by its name in the whole model, wherever it lies; prints what a rank runs."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.utils import unwrap_model
+    from megatron.training import training
+
+    from mindspeed_fx.megatron.dualpipev import placement
+    from mindspeed_fx.training import turns
+    from mindspeed_fx.training.late_gradients import Queue
+
+    get_model = training.get_model
+
+    def seeded(*args, **kwargs):
+        chunks = get_model(*args, **kwargs)
+        for model in unwrap_model(chunks):
+            numbers = {i: layer.layer_number for i, layer in enumerate(model.decoder.layers)}
+            for name, weight in model.named_parameters():
+                if getattr(weight, "shared", False):
+                    name = "embedding.word_embeddings.weight"
+                whole = re.sub(r"decoder\.layers\.(\d+)", lambda m: f"layer {numbers[int(m[1])]}", name)
+                own = parallel_state.get_expert_model_parallel_rank() if "experts.local" in name else 0
+                generator = torch.Generator().manual_seed(zlib.crc32(f"{whole} {own}".encode()))
+                values = torch.randn(weight.shape, generator=generator) * 0.05 + ("norm" in name)
+                weight.data.copy_(values)
+        if hasattr(chunks[0], "dualpipev"):
+            placement.tie(chunks)
+        return chunks
+
+    training.get_model = seeded
+
+    def told(name, function):
+        def tell(*args, **kwargs):
+            print(f"event: {name}", flush=True)
+            return function(*args, **kwargs)
+
+        return tell
+
+    schedules.forward_step = told("F", schedules.forward_step)
+    schedules.backward_step = told("B", schedules.backward_step)
+    Queue.run_one = told("W", Queue.run_one)
+    turns._Pair.hand_over = told("turn", turns._Pair.hand_over)
+
+
+def train(flags: str, world: int, environ: dict[str, str], tied: bool = False) -> runner.Run:
+    words = [w for w in SMALL if not (tied and w == "--untie-embeddings-and-output-weights")]
+    result = runner.run([*words, *flags.split()], world, environ=environ, setup=SEEDED)
+    assert result.error is None, result.error
+    return result
+
+
+def events(output: str) -> list[str]:
+    return [x.removeprefix("event: ") for x in output.splitlines() if x.startswith("event: ")]
+
+
+def check_equal(one, other, tolerance=1e-6):
+    assert set(one.losses) == set(other.losses) == {1, 2, 3}
+    for i, losses in one.losses.items():
+        assert other.losses[i] == pytest.approx(losses, rel=tolerance)
+        assert other.grad_norms[i] == pytest.approx(one.grad_norms[i], rel=tolerance)
+
+
+def check_order(run, late: bool):
+    for rank, output in enumerate(run.output):
+        pipeline = rank // (len(run.output) // 2)
+        order = [call[0] for calls in pipelining.orders_of("DualPipeV", 2, 4, 4)[pipeline] for call in calls]
+        kinds = "".join(order).replace("I", "B") if late else "".join(k for k in order if k != "W").replace("I", "B")
+        found = "".join(e for e in events(output) if e != "turn")
+        assert found[: 3 * len(kinds)] == kinds * 3 and set(found[3 * len(kinds) :]) <= {"F"}  # evaluation
+
+
+def test_losses_of_the_interleaved_schedule():
+    flags = f"{PIPELINE} --eval-iters 1 --eval-interval 3"
+    plain, ours = train(f"{flags} {INTERLEAVED}", 2, EAGER), train(f"{flags} {V}", 2, EAGER)
+    assert ours.losses == plain.losses
+    check_equal(plain, ours)
+    check_order(ours, late=False)
+    told = [
+        re.findall(r"validation loss at iteration 3 on validation set \| lm loss value: (\S+)", run.output[1])
+        for run in (plain, ours)
+    ]
+    assert told[0] == told[1] and len(told[0]) == 1
+
+
+@pytest.mark.slow
+def test_late_gradients_of_weights():
+    plain = train(f"{PIPELINE} {INTERLEAVED} --no-gradient-accumulation-fusion", 2, COMPILED)
+    ours = train(f"{PIPELINE} {V} --dualpipev-dw-detach", 2, COMPILED)
+    assert ours.losses == plain.losses
+    check_equal(plain, ours, 2e-7)  # the norm's sum over ranks has another order
+    check_order(ours, late=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+def test_both_copies_of_the_embedding(tied):
+    """With tokens ahead, or tied to the output; data-parallel, with a part of each gradient on each rank."""
+    model = "--calculate-per-token-loss" if tied else "--mtp-num-layers 1 --bf16 --accumulate-allreduce-grads-in-fp32"
+    flags = f"{PIPELINE} {model} --use-distributed-optimizer --global-batch-size 16"
+    plain = train(f"{flags} {INTERLEAVED}", 4, EAGER, tied)
+    ours = train(f"{flags} {V}", 4, EAGER, tied)
+    check_equal(plain, ours)
+    check_order(ours, late=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["", "--dualpipev-dw-detach"])
+def test_experts_of_two_micro_batches_by_turns(words):
+    flags = f"{PIPELINE} {EXPERTS} --no-gradient-accumulation-fusion"
+    plain = train(f"{flags} {INTERLEAVED}", 4, EAGER)
+    ours = train(f"{flags} {V} --moe-fb-overlap {words}", 4, COMPILED)
+    check_equal(plain, ours)
+    check_order(ours, late=bool(words))
+    assert all(events(output).count("turn") > 3 * 4 for output in ours.output)
+    apart = train(f"{flags} {V} {words}", 4, COMPILED)
+    assert apart.losses == ours.losses and apart.grad_norms == ours.grad_norms
