@@ -131,16 +131,7 @@ class Compilation:
         if plan := sharding.take_shown_calls(gm):
             self.sharding, plan.between = plan, self.between
             self._take_recompute(plan.plan)
-            if self.options.data_parallel:
-                raise OptionError(
-                    f'option "data_parallel" is "{self.options.data_parallel}", and the model is parallelized: its '
-                    "plan reduces gradients"
-                )
-            if self.options.optimizer:
-                raise OptionError(
-                    'option "optimizer" is "backward", and the model is parallelized: its parameters are parts, which '
-                    "torch.optim.AdamW steps"
-                )
+            sharding.check_options(self.options)
         if self.options.optimizer:
             self.steps = optimizer_in_backward.Steps(gm, inputs)
         elif gradient_ready.has_listeners(inputs):

@@ -17,6 +17,7 @@ import torch.fx as fx
 
 from mindspeed_fx.compat import distributed, fx_graph
 from mindspeed_fx.compat import tracing as tracing_compat
+from mindspeed_fx.errors import OptionError
 from mindspeed_fx.graph.annotate import bodies
 from mindspeed_fx.graph.collectives import rename_groups
 from mindspeed_fx.graph.op_sets import draws
@@ -198,6 +199,24 @@ def localize(
         return run
 
     return dtensor.as_graph(program, gm), local, wrap
+
+
+def check_options(options: Any) -> None:
+    """Refuse what a plan does otherwise.
+
+    Raises:
+        OptionError: with the option.
+    """
+    if options.data_parallel:
+        raise OptionError(
+            f'option "data_parallel" is "{options.data_parallel}", and the model is parallelized: its plan reduces '
+            "gradients"
+        )
+    if options.optimizer:
+        raise OptionError(
+            'option "optimizer" is "backward", and the model is parallelized: its parameters are parts, which '
+            "torch.optim.AdamW steps"
+        )
 
 
 def _check_changing_sizes(inputs: Sequence[Any], plan: Any) -> None:
