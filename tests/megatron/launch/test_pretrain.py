@@ -221,25 +221,6 @@ def test_other_parallel_sizes_go_on_from_a_checkpoint(tmp_path):
             assert rest.losses[k]["lm loss"] == pytest.approx(whole.losses[k]["lm loss"], rel=1e-5)
 
 
-@pytest.mark.slow
-def test_experts_go_on_from_a_checkpoint_with_other_parallel_sizes(tmp_path):
-    """Experts on two ranks with overlapped buckets -> with virtual stages too, with tensor parts too."""
-    flags = """--use-distributed-optimizer --ckpt-format torch_dist --lr-decay-iters 4 --train-iters 4 --num-layers 4
-        --num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-ffn-hidden-size 32
-        --moe-router-load-balancing-type none --overlap-grad-reduce --overlap-param-gather
-        --dist-ckpt-optim-fully-reshardable"""
-    whole = train(f"{flags} --save {tmp_path} --save-interval 2 --expert-model-parallel-size 2", 2)
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
-    for sizes in (
-        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
-        "--tensor-model-parallel-size 2 --sequence-parallel",
-    ):
-        rest = train(f"{flags} --load {tmp_path} {sizes} --expert-model-parallel-size 2 --no-load-rng", 4)
-        for k in (3, 4):
-            assert rest.losses[k]["lm loss"] == pytest.approx(whole.losses[k]["lm loss"], rel=1e-5)
-            assert rest.grad_norms[k] == pytest.approx(whole.grad_norms[k], rel=1e-4)
-
-
 def kill(rank: int) -> None:
     """The victim dies in its second save, or in its fourth step."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
