@@ -18,7 +18,7 @@ import torch
 import torch.fx as fx
 
 from mindspeed_fx.capture import CaptureError, capture, explain_unread, isolate, keeps_writes
-from mindspeed_fx.compat import bisector, distributed, dynamo, fx_graph, graph_inputs, npu
+from mindspeed_fx.compat import bisector, distributed, dynamo, fx_graph, graph_inputs, inductor_cache, npu
 from mindspeed_fx.compat import inductor as inductor_compat
 from mindspeed_fx.cost.hardware import detect
 from mindspeed_fx.cost.read import read
@@ -341,7 +341,7 @@ class Compilation:
                 later = inductor_compat.compile_later(compile, gm, inputs, kwargs)
                 return late_gradients.run_in_parts(gm, self.late, later)
             shares = self.caches and self.sharding is not None and self.sharding.is_cacheable
-            once = inductor_compat.compiled_once(gm, inputs) if shares else contextlib.nullcontext()
+            once = inductor_cache.compiled_once(gm, inputs) if shares else contextlib.nullcontext()
             with once, recorder.record_codegen(self.record):
                 compiled = compile(gm, inputs, **kwargs)
         self.record.kernels[side] = inductor_compat.kernel_nodes()

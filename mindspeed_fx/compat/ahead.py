@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 
 from mindspeed_fx.compat import cpp
-from mindspeed_fx.compat.inductor import cache_directory
+from mindspeed_fx.compat.inductor_cache import cache_directory
 
 
 def problem() -> str | None:

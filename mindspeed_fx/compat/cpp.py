@@ -20,7 +20,7 @@ from typing import Any, Callable, Iterator
 
 import torch
 
-from mindspeed_fx.compat import inductor
+from mindspeed_fx.compat import inductor_cache
 from mindspeed_fx.private_files import make_private, process_folder, write_whole
 
 log = logging.getLogger("mindspeed_fx")
@@ -179,8 +179,8 @@ def _prepare() -> Callable[[], ctypes.CDLL]:
             builder.build()
             return pathlib.Path(builder.get_target_file_path()).read_bytes()
 
-    inductor.leave_untrusted_cache()
-    return functools.partial(_load, inductor.cache_directory(), key, build)
+    inductor_cache.leave_untrusted_cache()
+    return functools.partial(_load, inductor_cache.cache_directory(), key, build)
 
 
 def processor() -> str:

@@ -24,7 +24,7 @@ def examine() -> dict[str, Any]:
     import torch
 
     from mindspeed_fx import torch_compile
-    from mindspeed_fx.compat import cpp, inductor
+    from mindspeed_fx.compat import cpp, inductor_cache
 
     compiler = compiler_problem()
     cuda = None if torch.cuda.is_available() else "no CUDA device (torch.cuda.is_available() is False)"
@@ -53,7 +53,7 @@ def examine() -> dict[str, Any]:
         else "missing: install the package (pip install mindspeed-fx), or import mindspeed_fx.backend and pass the "
         "function",
         "megatron_patches": _megatron_patches(),
-        "caches": inductor.cache_directory(),
+        "caches": inductor_cache.cache_directory(),
     }
 
 

@@ -15,7 +15,7 @@ import time
 import pytest
 import torch
 
-from mindspeed_fx.compat import cpp, inductor
+from mindspeed_fx.compat import cpp, inductor_cache
 from tests.surroundings.processes import fork, wait_for
 
 served = pytest.mark.skipif(cpp._processor_problem() is not None, reason=str(cpp._processor_problem()))
@@ -302,7 +302,7 @@ def test_a_cache_that_others_may_write_into_is_not_used(anew, tmp_path, monkeypa
     shared.chmod(0o777)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(shared))
     with pytest.warns(UserWarning, match="anybody may write into .*shared.*TORCHINDUCTOR_CACHE_DIR"):
-        inductor.leave_untrusted_cache()
+        inductor_cache.leave_untrusted_cache()
     own = pathlib.Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     assert own != shared and stat.S_IMODE(own.stat().st_mode) == 0o700
     assert stat.S_IMODE(own.parent.stat().st_mode) == 0o700 and not list(shared.iterdir())
@@ -319,11 +319,11 @@ def test_the_default_cache_of_another_user_is_not_used(anew, tmp_path, monkeypat
     monkeypatch.setattr(cache_dir_utils, "default_cache_dir", lambda: str(theirs))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(theirs))  # as torch itself sets it at the first call
     with pytest.warns(UserWarning, match="belongs to another user .12345"):
-        inductor.leave_untrusted_cache()
+        inductor_cache.leave_untrusted_cache()
     assert not list(theirs.iterdir())
     monkeypatch.setattr(cache_dir_utils, "default_cache_dir", lambda: str(tmp_path / "mine"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(theirs))  # a user that names it trusts it
-    inductor.leave_untrusted_cache()
+    inductor_cache.leave_untrusted_cache()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(theirs)
 
 
@@ -331,8 +331,8 @@ def test_a_cache_that_cannot_be_written_is_left(anew, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
     with pytest.warns(UserWarning, match="cannot be written"):
-        inductor.leave_untrusted_cache()
+        inductor_cache.leave_untrusted_cache()
     assert os.access(os.environ["TORCHINDUCTOR_CACHE_DIR"], os.W_OK)
     before = os.environ["TORCHINDUCTOR_CACHE_DIR"]
-    inductor.leave_untrusted_cache()  # told once
+    inductor_cache.leave_untrusted_cache()  # told once
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == before
