@@ -126,13 +126,13 @@ def compile_with_inductor(
 
 
 def compile_later(
-    compile: Callable, whole: fx.GraphModule, inputs: Sequence[Any], kwargs: dict[str, Any]
+    inner: Callable, whole: fx.GraphModule, inputs: Sequence[Any], kwargs: dict[str, Any]
 ) -> Callable[[fx.GraphModule], Callable]:
-    """What compiles ``whole``, or a part of it, as ``compile`` does now, also when Inductor's own call is over: a
+    """What compiles ``whole``, or a part of it, as ``inner`` does now, also when Inductor's own call is over: a
     function of one list.
 
     Args:
-        inputs, kwargs: of ``compile``, for the whole.
+        inputs, kwargs: of ``inner``, for the whole.
     """
     import torch._inductor.config as config
     from torch._dynamo.utils import get_metrics_context
@@ -153,7 +153,7 @@ def compile_later(
             metadata.bw_donated_idxs = None
         try:
             with tracing(known), compile_context(number), get_metrics_context(), config.patch(settings):
-                return compile(gm, inputs, **{**kwargs, "static_input_idxs": ()})
+                return inner(gm, inputs, **{**kwargs, "static_input_idxs": ()})
         finally:
             if donated is not None:
                 metadata.bw_donated_idxs = donated

@@ -184,9 +184,12 @@ def localize(
     program = result.program = Program(gm, result.plan, mesh, values, hands_on=result.between[1])
     result.groups = distributed.name_groups(mesh)
     program.place = f"{distributed.mesh_text(mesh)} {mesh.get_coordinate()} {result.between}"
-    local = graph_inputs.of_fixed_sizes(gm, [x.to_local() if isinstance(x, DTensor) else None for x in inputs])
-    local = [x if part is None else part.requires_grad_(x.requires_grad) for x, part in zip(inputs, local)]
-    local = [own_part(x, cuts[i].placements, mesh) if i in cuts else x for i, x in enumerate(local)]
+    parts = [
+        x.to_local() if isinstance(x, DTensor) else own_part(x, cuts[i].placements, mesh) if i in cuts else None
+        for i, x in enumerate(inputs)
+    ]
+    parts = graph_inputs.of_fixed_sizes(gm, parts)
+    local = [x if part is None else part.requires_grad_(x.requires_grad) for x, part in zip(inputs, parts)]
 
     def wrap(compiled: Callable) -> Callable:
         def run(*args: Any) -> Any:

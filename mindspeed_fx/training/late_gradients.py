@@ -125,14 +125,14 @@ def take(inputs: Sequence[Any], codegen: str) -> Late | None:
 def run_in_parts(
     backward: fx.GraphModule,
     late: Late,
-    compile: Callable[[fx.GraphModule], Callable],
+    lower: Callable[[fx.GraphModule], Callable],
     prepare: Callable[[fx.GraphModule], None] | None = None,
 ) -> Callable:
     """What runs instead of ``backward``: where the queue asks for parts, gradients of the weights are None, and wait
     in it. A function of one list, which it empties.
 
     Args:
-        compile: makes of a graph such a function; called when one first runs.
+        lower: makes of a graph such a function; called when one first runs.
         prepare: called before with each part but that of the weights.
 
     Raises:
@@ -144,7 +144,7 @@ def run_in_parts(
         if not late.may_be_whole:
             raise
         logger.warning("%s: gradients of weights are not made late", error)
-        return compile(backward)
+        return lower(backward)
     names = [n.name for n in backward.graph.nodes if n.op == "placeholder"]
     returned = len(next(n for n in reversed(backward.graph.nodes) if n.op == "output").args[0])
     early = [i for i in range(returned) if i not in after]
@@ -154,7 +154,7 @@ def run_in_parts(
         if name not in runs:
             if prepare is not None and name != "weights":
                 prepare(gm)
-            runs[name] = compile(gm)
+            runs[name] = lower(gm)
         return runs[name]
 
     def run(args: list[Any]) -> Sequence[Any]:

@@ -94,21 +94,20 @@ def check_order(run, late: bool):
 def test_losses_of_the_interleaved_schedule():
     flags = f"{PIPELINE} --eval-iters 1 --eval-interval 3"
     plain, ours = train(f"{flags} {INTERLEAVED}", 2, EAGER), train(f"{flags} {V}", 2, EAGER)
-    assert ours.losses == plain.losses
-    check_equal(plain, ours)
+    check_equal(plain, ours, 2e-7)  # the norm's sum over ranks has another order
     check_order(ours, late=False)
     told = [
         re.findall(r"validation loss at iteration 3 on validation set \| lm loss value: (\S+)", run.output[1])
         for run in (plain, ours)
     ]
-    assert told[0] == told[1] and len(told[0]) == 1
+    assert len(told[0]) == len(told[1]) == 1
+    assert float(told[0][0]) == pytest.approx(float(told[1][0]), rel=2e-7)
 
 
 @pytest.mark.slow
 def test_late_gradients_of_weights():
     plain = train(f"{PIPELINE} {INTERLEAVED} --no-gradient-accumulation-fusion", 2, COMPILED)
     ours = train(f"{PIPELINE} {V} --dualpipev-dw-detach", 2, COMPILED)
-    assert ours.losses == plain.losses
     check_equal(plain, ours, 2e-7)  # the norm's sum over ranks has another order
     check_order(ours, late=True)
 
