@@ -11,7 +11,6 @@ exchanges of a step take no time but their own, with it ``--share`` of the step'
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 
 import torch
@@ -19,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks import common
-from benchmarks.pipe_experts import Wire, install, over
+from benchmarks.pipe_experts import Wire, install, print_exposed
 
 
 class Chunk(torch.nn.Module):
@@ -118,31 +117,7 @@ def worker(rank: int, store: str, args: argparse.Namespace) -> None:
     steps = {"one after the other": make_step(chunk, hidden, False), "by turns": make_step(chunk, hidden, True)}
     apart, together = ([x.clone() for x in step()] for step in steps.values())
     assert all(torch.equal(a, b) for a, b in zip(apart, together, strict=True))
-    link.sent = 0
-    steps["one after the other"]()
-    sent = link.sent
-    rivals = {"apart": steps["one after the other"]}
-    alone = [statistics.median(common.interleaved(rivals, 3, warmup=1)["apart"])]
-    dist.broadcast_object_list(alone, src=0)
-    taken = args.share * alone[0]
-    both = {}
-    for name, step in steps.items():
-        both[name, False], both[name, True] = over(link, 0.0, step), over(link, taken / sent, step)
-    times = common.interleaved(both, args.rounds, warmup=1)
-    for seconds in times.values():  # the slower rank of a round counts
-        slowest = torch.tensor(seconds)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        seconds[:] = slowest.tolist()
-    if rank == 0:
-        common.header(f"{vars(args)}: {sent / 2**20:.1f} MiB sent a step, {taken * 1e3:.0f} ms")
-        print(f"{'':24}{'no delay':>12}{'slow link':>12}{'exposed':>12}   ms, medians; exposed: of what the link takes")
-        for name in steps:
-            pairs = zip(times[name, True], times[name, False], strict=True)
-            exposed = statistics.median(slow - fast for slow, fast in pairs) / taken
-            fast, slow = (statistics.median(times[name, delayed]) * 1e3 for delayed in (False, True))
-            print(f"{name:24}{fast:12.1f}{slow:12.1f}{exposed:12.2f}")
-    dist.barrier()
-    dist.destroy_process_group()
+    print_exposed(link, steps, "one after the other", args)
 
 
 if __name__ == "__main__":

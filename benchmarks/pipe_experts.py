@@ -148,10 +148,15 @@ def worker(rank: int, store: str, args: argparse.Namespace) -> None:
         if not name.startswith("parts"):
             torch.testing.assert_close(results, same["whole, eager"], rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(same["parts, graph"], same["parts, eager"], rtol=1e-3, atol=1e-4)
+    print_exposed(link, steps, "whole, graph", args)
+
+
+def print_exposed(link: Wire, steps: dict, first: str, args: argparse.Namespace) -> None:
+    """Time ``steps`` with and without a link that takes the share ``args.share`` of step ``first``; ends the group."""
     link.sent = 0
-    steps["whole, graph"]()
+    steps[first]()
     sent = link.sent
-    alone = [statistics.median(common.interleaved({"whole": steps["whole, graph"]}, 3, warmup=1)["whole"])]
+    alone = [statistics.median(common.interleaved({first: steps[first]}, 3, warmup=1)[first])]
     dist.broadcast_object_list(alone, src=0)
     taken = args.share * alone[0]
     both = {}
@@ -162,7 +167,7 @@ def worker(rank: int, store: str, args: argparse.Namespace) -> None:
         slowest = torch.tensor(seconds)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         seconds[:] = slowest.tolist()
-    if rank == 0:
+    if dist.get_rank() == 0:
         common.header(f"{vars(args)}: {sent / 2**20:.1f} MiB sent a step, {taken * 1e3:.0f} ms")
         print(f"{'':24}{'no delay':>12}{'slow link':>12}{'exposed':>12}   ms, medians; exposed: of what the link takes")
         for name in steps:
