@@ -27,5 +27,5 @@ def test_thirty_steps_and_every_checkpoint_under_every_plan(experts, tmp_path):
     assert len(found) == len(plans) + len(plans) ** 2
     for key, result in found.items():
         print(key, result)
-        assert result.pop("clipped", 30) > 10 and result.pop("moved", 1) > 0.1, "nothing was clipped, or moved"
+        assert 5 <= result.pop("clipped", 10) < 30 and result.pop("moved", 1) > 0.1, "nothing was clipped, or moved"
         assert max(result.values()) <= TOLERANCE, (key, result)
