@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks import common
-from benchmarks.pipe_experts import Wire, install, print_exposed
+from benchmarks.pipe_experts import Wire, print_exposed, start_rank
 
 
 class Chunk(torch.nn.Module):
@@ -91,26 +91,10 @@ def make_step(chunk: Chunk, hidden: torch.Tensor, by_turns: bool):
 
 
 def worker(rank: int, store: str, args: argparse.Namespace) -> None:
-    import logging
-    import warnings
-
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    import mindspeed_fx.megatron_adaptor
     from mindspeed_fx.training import turns
 
-    mindspeed_fx.megatron_adaptor.apply()
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
-    model_parallel_cuda_manual_seed(1)
-    link = Wire(0.0)
-    install(link)
+    link, hidden = start_rank(rank, store, args)
     gather_at_once(link)
-    hidden = torch.randn(args.tokens, 1, args.hidden, generator=torch.Generator().manual_seed(rank))
     chunk = build(args)
     turns.mark(chunk.parameters())
     chunk.compile(backend="mindspeed", options={"codegen": "eager"}, fullgraph=True)

@@ -116,7 +116,8 @@ def modelled(args: argparse.Namespace) -> None:
             print(f"{name:20}{side:10}{report.notes[0]}")
 
 
-def worker(rank: int, store: str, args: argparse.Namespace) -> None:
+def start_rank(rank: int, store: str, args: argparse.Namespace) -> tuple[Wire, torch.Tensor]:
+    """Be one of two ranks of experts behind a link; the link, and this rank's tokens."""
     import logging
     import warnings
 
@@ -135,6 +136,11 @@ def worker(rank: int, store: str, args: argparse.Namespace) -> None:
     link = Wire(0.0)
     install(link)
     hidden = torch.randn(args.tokens, 1, args.hidden, generator=torch.Generator().manual_seed(rank))
+    return link, hidden
+
+
+def worker(rank: int, store: str, args: argparse.Namespace) -> None:
+    link, hidden = start_rank(rank, store, args)
     steps, same = {}, {}
     for name, words in RUNS.items():
         layer = build(words, args)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import os
 import runpy
 import sys
@@ -63,6 +64,11 @@ class Server(forks.Server):
             codes = self.ask(request)
             errors = [Path(folder, f"{rank}.err").read_text(errors="replace") for rank in range(ranks)]
             return Run(codes, Path(folder, "0.out").read_text(errors="replace"), errors)
+
+
+def read_log(out: Path) -> list[dict[str, Any]]:
+    """What a script wrote of each step of a run under ``--save out``."""
+    return json.loads((Path(out) / "log.json").read_text())
 
 
 def serve(script: str) -> None:

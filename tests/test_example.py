@@ -2,14 +2,13 @@
 what does not go together in one line.
 """
 
-import json
 import math
 import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.example_runs import Run, Server
+from tests.example_runs import Run, Server, read_log
 
 pytest.importorskip("megatron.core", reason="megatron-core is an optional dependency")
 SMALL = """
@@ -52,10 +51,6 @@ def train(server, text):
 def whole(tmp_path_factory, train):
     out = tmp_path_factory.mktemp("runs") / "whole"
     return out, train(out).output
-
-
-def read_log(out):
-    return json.loads((Path(out) / "log.json").read_text())
 
 
 def check_close(out, expected, tolerance):

@@ -2,7 +2,6 @@
 gives the losses of one eager device under every plan.
 """
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
-from tests.example_runs import Run, Server
+from tests.example_runs import Run, Server, read_log
 
 pytest.importorskip("transformers", reason="transformers is an optional dependency")
 SMALL = """
@@ -52,10 +51,6 @@ def train(server, text):
 def whole(tmp_path_factory, train):
     out = tmp_path_factory.mktemp("runs") / "whole"
     return out, train(out).output
-
-
-def read_log(out):
-    return json.loads((Path(out) / "log.json").read_text())
 
 
 def check_close(rows, right, tolerance):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Collection
 
 import torch
 
@@ -101,30 +101,46 @@ def read(path: str) -> Settings:
     Raises:
         OptionError: the file cannot be read, is no mapping, or has a name twice, or a name or value that is not known.
     """
+    kinds = _kinds()
+    values = read_settings(f"{FLAG} {path}", path, kinds, "param_dtype: bf16")
+    for name, value in values.items():
+        refuse_unknown(f"{FLAG} {path}", name, kinds)
+        check(f"{FLAG} {path}: {name}", name, value)
+    arguments = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items() if x is not None}
+    return Settings(**arguments)
+
+
+def read_settings(place: str, path: str, known: Collection[str], example: str) -> dict[Any, Any]:
+    """Names and values of a YAML file; none of an empty one.
+
+    Args:
+        place: flag and path, for errors.
+        known: the settings that there are, for the error.
+        example: a line.
+
+    Raises:
+        OptionError: the file cannot be read, or is no mapping.
+    """
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"{FLAG} {path}: {_reason(error)}; expected a YAML file of settings") from None
-    values = read_yaml(f"{FLAG} {path}", text, "expected lines as in param_dtype: bf16")
-    return _parse({} if values is None else values, path)
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)
-
-
-def _parse(values: Any, path: str) -> Settings:
-    kinds = _kinds()
+        why = getattr(error, "strerror", None) or str(error)
+        raise OptionError(f"{place}: {why}; expected a YAML file of settings") from None
+    values = read_yaml(place, text, f"expected lines as in {example}")
+    values = {} if values is None else values
     if not isinstance(values, dict):
-        raise OptionError(f"{FLAG} {path} holds {values!r}; expected names with values, of {', '.join(kinds)}")
-    for name, value in values.items():
-        if name not in kinds:
-            close = nearest(str(name), kinds)
-            raise OptionError(f"{FLAG} {path}: unknown setting {name!r}{close}; valid: {', '.join(kinds)}")
-        check(f"{FLAG} {path}: {name}", name, value)
-    arguments = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items() if x is not None}
-    return Settings(**arguments)
+        raise OptionError(f"{place} holds {values!r}; expected names with values, of {', '.join(known)}")
+    return values
+
+
+def refuse_unknown(place: str, name: Any, known: Collection[str]) -> None:
+    """
+    Raises:
+        OptionError: ``name`` is none of ``known``.
+    """
+    if name not in known:
+        raise OptionError(f"{place}: unknown setting {name!r}{nearest(str(name), known)}; valid: {', '.join(known)}")
 
 
 def _kinds() -> dict[str, str]:

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspeed_fx.errors import OptionError, nearest
-from mindspeed_fx.megatron.fsdp2_config import Settings, check
-from mindspeed_fx.sharding.plan_file import read_yaml
+from mindspeed_fx.errors import OptionError
+from mindspeed_fx.megatron.fsdp2_config import Settings, check, read_settings, refuse_unknown
 
 FLAG = "--layerzero-config"
 OURS = {
@@ -43,26 +42,15 @@ def read(path: str) -> Settings:
     Raises:
         OptionError: the file cannot be read, or has a setting or value that is not known, or not done here.
     """
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise OptionError(f"{FLAG} {path}: {why}; expected a YAML file of settings") from None
-    values = read_yaml(f"{FLAG} {path}", text, "expected lines as in zero3_size: 8")
-    values = {} if values is None else values
-    known = [*OURS, *SPEED, *REFUSED]
-    if not isinstance(values, dict):
-        raise OptionError(f"{FLAG} {path} holds {values!r}; expected names with values, of {', '.join(known)}")
+    place, known = f"{FLAG} {path}", [*OURS, *SPEED, *REFUSED]
+    values = read_settings(place, path, known, "zero3_size: 8")
     for name, value in values.items():
-        if name not in known:
-            close = nearest(str(name), known)
-            raise OptionError(f"{FLAG} {path}: unknown setting {name!r}{close}; valid: {', '.join(known)}")
+        refuse_unknown(place, name, known)
         if name in REFUSED and value:
-            raise OptionError(f"{FLAG} {path}: {name} is {value!r}: {REFUSED[name]}")
+            raise OptionError(f"{place}: {name} is {value!r}: {REFUSED[name]}")
     ours: dict[str, Any] = {}
     for name, (setting, default) in OURS.items():
         value = default if values.get(name) is None else values[name]
-        check(f"{FLAG} {path}: {name}", setting, value)
+        check(f"{place}: {name}", setting, value)
         ours[setting] = tuple(value) if isinstance(value, list) else value
     return Settings(num_to_forward_prefetch=1, **ours)
