@@ -33,6 +33,14 @@ def multiplies_narrow(dtype: torch.dtype) -> bool:
 
 
 @functools.cache
+def multiplies_pairs() -> bool:
+    """Whether this processor multiplies pairs of bfloat16 and adds both products to a float32 (AVX512_BF16), and ATen
+    may use it."""
+    ask = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    return ask is not None and ask() and torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+@functools.cache
 def multiplies_tiles(dtype: torch.dtype) -> bool:
     """Whether this processor multiplies whole tiles of bfloat16 or float16 (AMX), which ATen's flash attention uses."""
     name = {torch.bfloat16: "_is_amx_tile_supported", torch.float16: "_is_amx_fp16_supported"}[dtype]

@@ -43,17 +43,21 @@ def run_in_chunks(
 
     Returns:
         losses [tokens] in the accumulation type, zero where ignored; gradients, None where not needed, those of weight
-        and bias in the accumulation type.
+        and bias in the accumulation type, that of the weight in bfloat16 where one chunk has all tokens.
     """
     wide, vocab = accumulation_dtype(hidden.dtype), weight.shape[0]
+    chunk = work(hidden, weight, bias, (label_smoothing, z_loss, softcap), any(needed), needed[1])
     losses = hidden.new_zeros(hidden.shape[0], dtype=wide)
     # float16 waits for its scale in float32: before, gradients of a mean underflow.
     like = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
     dhidden = torch.zeros(hidden.shape, dtype=like, device=hidden.device) if needed[0] else None
-    dweight = torch.empty(weight.shape, dtype=wide, device=hidden.device) if needed[1] else None
+    is_one = chunk.rounds and chunk.rows >= hidden.shape[0]  # then there is nothing to sum over chunks
+    summed = like if is_one else wide
+    dweight = torch.empty(weight.shape, dtype=summed, device=hidden.device) if needed[1] else None
     dbias = hidden.new_zeros(vocab, dtype=wide) if needed[2] else None
     scale, per_token = (1.0, upstream) if isinstance(upstream, Tensor) else (upstream, None)
-    chunk = work(hidden, weight, bias, (label_smoothing, z_loss, softcap), any(needed))
+    if chunk.rounds and per_token is None and hidden.dtype == torch.bfloat16:
+        scale, per_token = 1.0, hidden.new_full(target.shape, scale, dtype=wide)
     first = True
     with torch.autocast(hidden.device.type, enabled=False):  # what a caller's autocast would cast was cast before
         for at in _rows(target, ignore_index, vocab, chunk.rows):
@@ -133,8 +137,12 @@ def times_weight(d: Tensor, weight: Tensor) -> Tensor:
 
 def add_product(into: Tensor, d: Tensor, x: Tensor, scale: float, first: bool) -> None:
     """into [vocab, hidden] += scale d^T x; what ``into`` held does not count for the ``first``."""
-    if d.dtype != x.dtype:
+    is_sum = into.dtype != d.dtype and narrow_product.unable_to_sum(d.dtype, d.device.type) is None
+    if d.dtype != x.dtype or is_sum:
         narrow_product.multiply(d.t(), x, into, scale=scale, add=not first)
+        return
+    if first and scale == 1.0 and into.dtype == d.dtype == torch.bfloat16:
+        torch.mm(d.t(), x, out=into)
         return
     if into.dtype == d.dtype:
         if into.is_contiguous() and weight_gradient.problem(d, x) is None:

@@ -1,8 +1,8 @@
 """What linear cross-entropy does with one chunk of logits: losses, and gradients in their place.
 
-Three ways, the best that can run: one Triton kernel on an accelerator; one function in C++ on cpu, in float32 for
-float32, bfloat16 and float16; torch's operators elsewhere, with probabilities in a buffer of the accumulation type.
-Buffers are allocated once and reused: a fresh one costs more in page faults than what fills it.
+Three ways, the best that can run: one Triton kernel on an accelerator; one function in C++ on cpu, which computes in
+float32, for float32, bfloat16 and float16; torch's operators elsewhere, with probabilities in a buffer of the
+accumulation type. Buffers are allocated once and reused: a fresh one costs more in page faults than what fills it.
 """
 
 from __future__ import annotations
@@ -39,16 +39,26 @@ class Linear(abc.ABC):
         hidden: [tokens, hidden], read for its type and place; weight: [vocab, hidden]; bias: [vocab] or None.
         settings: label_smoothing, z_loss, softcap.
         gradients: whether anybody needs those of the logits.
+        sums: whether the gradient of the weight is needed, which is summed over chunks.
     """
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: tuple[float, float, float], gradients: bool
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        settings: tuple[float, float, float],
+        gradients: bool,
+        sums: bool = False,
     ):
-        self.weight, self.bias, self.gradients = weight, bias, gradients
+        self.weight, self.bias, self.gradients, self.sums = weight, bias, gradients, sums
         self.label_smoothing, self.z_loss, self.softcap = settings
 
     rows: int
     """Of a full chunk."""
+
+    rounds = False
+    """Whether gradients of logits are rounded to the 16 bits of the inputs once, after they are scaled."""
 
     def buffer(self, rows: int, dtype: torch.dtype) -> Tensor:
         return torch.empty((rows, self.weight.shape[0]), dtype=dtype, device=self.weight.device)
@@ -83,7 +93,12 @@ def full_chunk(tokens: int, vocab: int, wide: torch.dtype, budget: int | None = 
 
 
 def work(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: tuple[float, float, float], gradients: bool
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    settings: tuple[float, float, float],
+    gradients: bool,
+    sums: bool = False,
 ) -> Linear:
     """The fastest way that can run."""
     # What could not be built is None, after a warning.
@@ -94,7 +109,7 @@ def work(
         if in_cpp(hidden.dtype, hidden.device.type) is None and cpp.function("cross_entropy")
         else InTorch
     )
-    return kind(hidden, weight, bias, settings, gradients)
+    return kind(hidden, weight, bias, settings, gradients, sums)
 
 
 def onednn(a: Tensor, b: Tensor) -> bool:
@@ -141,44 +156,39 @@ def in_cpp(dtype: torch.dtype, device: str) -> str | None:
 class InCpp(Linear):
     def __init__(self, hidden: Tensor, *args):
         super().__init__(hidden, *args)
-        tokens, vocab = hidden.shape[0], self.weight.shape[0]
-        small, large = (full_chunk(tokens, vocab, torch.float32, budget) for budget in (CACHED, CHUNK))
+        tokens, (vocab, width) = hidden.shape[0], self.weight.shape
+        # Products summed in float32 leave logits and their gradients unrounded; ATen's are rounded, as unfused.
+        self.rounds = hidden.dtype != torch.float32 and narrow_product.problem(hidden.dtype, "cpu") is not None
+        stored = hidden.dtype if self.rounds else torch.float32
+        small, large = (full_chunk(tokens, vocab, stored, budget) for budget in (CACHED, CHUNK))
         self.rows = max(small, min(ROWS, large))
+        if self.rounds and self.sums and hidden.dtype == torch.bfloat16 and tokens <= 2 * width:
+            self.rows = max(1, tokens)  # all logits in 16 bits take no more than a sum over chunks in float32 does
         # What fits a block of oneDNN's becomes its own gradient; larger chunks are gathered in a buffer.
         self.own = onednn(hidden, self.weight)
-        # Products summed in float32 leave logits and their gradients unrounded; ATen's are rounded, as unfused.
-        is_rounded = hidden.dtype != torch.float32 and narrow_product.problem(hidden.dtype, "cpu") is not None
-        self.short = self.buffer(self.rows, hidden.dtype) if is_rounded else None
         self.block = full_chunk(tokens, vocab, torch.float32, BLOCK) if self.own else self.rows
-        self.wide = (
-            self.buffer(self.rows, torch.float32)
-            if not self.own or (self.gradients and self.rows > self.block)
-            else None
-        )
+        needs_buffer = not self.own or (self.gradients and self.rows > self.block)
+        self.logits = self.buffer(self.rows, stored) if needs_buffer else None
 
     def product(self, x: Tensor, out: Tensor) -> Tensor:
-        if self.short is not None:
-            return out[: len(x)].copy_(super().product(x, self.short))
-        if x.dtype == torch.float32:
+        if x.dtype == out.dtype:
             return super().product(x, out)
         return narrow_product.multiply(x, self.weight.t(), out[: len(x)], self.bias)
 
     def __call__(self, x: Tensor, target: Tensor, upstream: Tensor | None) -> tuple[Tensor | None, Tensor]:
         losses, target = x.new_empty(len(x), dtype=torch.float32), target.contiguous()
         upstream = None if upstream is None else upstream.to(torch.float32).contiguous()
-        d = self.wide[: len(x)] if self.wide is not None else None
+        d = self.logits[: len(x)] if self.logits is not None else None
         for i in range(0, len(x), self.block):
             at = slice(i, min(len(x), i + self.block))
-            logits = self.onednn(x[at]) if self.own else self.product(x, self.wide)
-            into = None if not self.gradients else logits if self.wide is None else d[at]
+            logits = self.onednn(x[at]) if self.own else self.product(x, self.logits)
+            into = None if not self.gradients else logits if self.logits is None else d[at]
             self.rows_of(logits, into, target[at], None if upstream is None else upstream[at], losses[at])
             d, logits = (
-                (logits if self.wide is None and self.gradients else d),
+                (logits if self.logits is None and self.gradients else d),
                 None,
             )  # two blocks at once would be as much again
-        if not self.gradients:
-            return None, losses
-        return d if self.short is None else self.short[: len(x)].copy_(d), losses
+        return d if self.gradients else None, losses
 
     def rows_of(
         self, logits: Tensor, into: Tensor | None, target: Tensor, upstream: Tensor | None, losses: Tensor
@@ -190,6 +200,7 @@ class InCpp(Linear):
         )
         cpp.call(
             "cross_entropy",
+            size(narrow_product.TYPES.index(logits.dtype)),
             size(logits.shape[0]),
             size(logits.shape[1]),
             data(logits),

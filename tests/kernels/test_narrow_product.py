@@ -1,5 +1,7 @@
 """Products of 16-bit types summed in float32 on CPU, against float64, and how graphs and losses reach them."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_fx.compat import cpp, dispatcher
+from mindspeed_fx.kernels import linear_cross_entropy_work
 from mindspeed_fx.kernels.cpu import narrow_product
 from mindspeed_fx.kernels.cpu.narrow_product import TYPES, multiply
 from mindspeed_fx.passes.lowering import narrow_products
@@ -22,6 +25,7 @@ NARROW = [torch.bfloat16, torch.float16]
 def no_instructions(monkeypatch):
     before = torch.get_num_threads()
     monkeypatch.setattr(dispatcher, "multiplies_narrow", lambda dtype: False)
+    monkeypatch.setattr(dispatcher, "multiplies_pairs", lambda: False)
     yield
     torch.set_num_threads(before)
 
@@ -32,9 +36,13 @@ def operand(batch, rows, cols, dtype, turned):
     return x.transpose(-1, -2) if turned else x
 
 
+HAS_PAIRS = dispatcher.multiplies_pairs()
+
+
 @served
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 @given(
+    st.sampled_from([False, True]) if HAS_PAIRS else st.just(False),
     st.sampled_from([(), (1,), (3,)]),
     SIZES,
     SIZES,
@@ -46,14 +54,21 @@ def operand(batch, rows, cols, dtype, turned):
     st.booleans(),
     st.sampled_from([1, 2, 5]),
 )
-def test_is_the_product_rounded_once(batch, m, n, k, types, turned, scale, add, has_bias, threads):
+def test_is_the_product_rounded_once(pairs, batch, m, n, k, types, turned, scale, add, has_bias, threads):
+    """In float32 tiles, and in pairs of bfloat16, where a float32 operand beside a bfloat16 one is rounded."""
     torch.set_num_threads(threads)
     torch.manual_seed(m * n + k)
     a, b = operand(batch, m, k, types[0], turned[0]), operand(batch, k, n, types[1], turned[1])
     out, bias = operand(batch, m, n, types[2], turned[2]), torch.randn(n) if has_bias else None
-    want = scale * a.double() @ b.double()
+    if pairs and torch.bfloat16 in types[:2] and torch.float16 not in types[:2]:
+        if turned[2] and has_bias:  # left to torch's product, which rounds nothing
+            a, b = (x.bfloat16().to(x.dtype) for x in (a, b))
+        want = scale * (a.bfloat16().double() @ b.bfloat16().double())
+    else:
+        want = scale * a.double() @ b.double()
     want += (out.double() if add else 0) + (bias.double() if has_bias else 0)
-    have = multiply(a, b, out, bias, scale, add)
+    with mock.patch.object(dispatcher, "multiplies_pairs", lambda: pairs):
+        have = multiply(a, b, out, bias, scale, add)
     assert have is out
     eps = torch.finfo(types[2]).eps if types[2] != torch.float32 else 0
     bound = eps * want.abs() + 1e-5 * k**0.5 + 1e-5 * want.abs()
@@ -182,11 +197,17 @@ def test_autocast_over_float32_weights():
 @pytest.mark.parametrize("has_instructions", [False, True])
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
-def test_losses_of_narrow_logits(monkeypatch, has_instructions, dtype, softcap):
-    """Of both ways: logits in float32 from our products, and rounded ones from the processor's."""
+@pytest.mark.parametrize("width", [40, 48])
+def test_losses_of_narrow_logits(monkeypatch, has_instructions, dtype, softcap, width):
+    """Of both ways: logits in float32 from our products, and rounded ones from the processor's; all tokens at once,
+    which they are where they are at most twice as many as the width, and in chunks whose sums are float32."""
     monkeypatch.setattr(dispatcher, "multiplies_narrow", lambda dtype: has_instructions)
+    if HAS_PAIRS:
+        monkeypatch.setattr(dispatcher, "multiplies_pairs", lambda: has_instructions)
+    monkeypatch.setattr(linear_cross_entropy_work, "CACHED", 16 * 130)
+    monkeypatch.setattr(linear_cross_entropy_work, "ROWS", 1)
     torch.manual_seed(0)
-    inputs = [torch.randn(n, 40).to(dtype).requires_grad_() for n in (90, 130)] + [
+    inputs = [torch.randn(n, width).to(dtype).requires_grad_() for n in (90, 130)] + [
         torch.randn(130).to(dtype).requires_grad_()
     ]
     target = torch.randint(0, 130, (90,))

@@ -12,8 +12,12 @@
 #include <new>
 #include <utility>
 
+namespace c10 {
+struct BFloat16;
+}
 namespace at::native::cpublas {
 void brgemm(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc, bool add, const float* a, const float* b, float* c, bool vnni);
+void brgemm(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc, bool add, const c10::BFloat16* a, const c10::BFloat16* b, float* c, bool vnni);
 void brgemm_release(bool vnni);
 }  // namespace at::native::cpublas
 
@@ -25,17 +29,18 @@ constexpr int64_t ROWS = 64, DEPTH = 256, COLUMNS = 128;  // of a tile of a larg
 int64_t parts(int64_t of, int64_t size) { return (of + size - 1) / size; }
 
 // A thread's work buffer, or null where there is no memory: an exception must not leave a parallel region. All threads ask
-// ``has_all`` before they share work, and all get one answer.
+// ``has_all`` before they share work, and all get one answer. ``pairs``: whether its tiles are pairs of bfloat16.
 class Buffer {
  public:
-  Buffer(int64_t floats, std::atomic<bool>& failed) : data(static_cast<float*>(::operator new(floats * sizeof(float), std::align_val_t(64), std::nothrow))) {
+  Buffer(int64_t floats, std::atomic<bool>& failed, bool pairs = false) : pairs(pairs), data(static_cast<float*>(::operator new(floats * sizeof(float), std::align_val_t(64), std::nothrow))) {
     if (!data) failed = true;
   }
   ~Buffer() {
-    at::native::cpublas::brgemm_release(false);
+    at::native::cpublas::brgemm_release(pairs);
     if (data) ::operator delete(data, std::align_val_t(64));
   }
   Buffer(const Buffer&) = delete;
+  const bool pairs;
   float* const data;
 };
 

@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 #include <type_traits>
+#include <vector>
 
 namespace {
 
@@ -94,6 +95,66 @@ void transpose(const E* from, int64_t ld, int64_t rows, int64_t cols, G* to, int
       for (int64_t x = 0; x < S; ++x)
         for (int64_t y = 0; y < S; ++y) turned[x][y] = square[y][x] * factor;
       for (int64_t x = 0; x < width; ++x) narrow(turned[x], height, to + (c + x) * ld_to + r);
+    }
+}
+
+// Tiles of bfloat16, multiplied by the processor's instruction for pairs of them. The second operand has two rows side by
+// side in each column, [rows / 2, cols, 2] ("VNNI"); a missing last row is zero. float32 is rounded on the way.
+
+// c [m, n] (+)= a [m, k] b [k, n]; ``b`` in pairs of rows, and k even.
+void product(int64_t m, int64_t n, int64_t k, const BFloat16* a, int64_t lda, const BFloat16* b, int64_t ldb, float* c, int64_t ldc, bool add) {
+  at::native::cpublas::brgemm(m, n, k, lda, ldb, ldc, add, reinterpret_cast<const c10::BFloat16*>(a), reinterpret_cast<const c10::BFloat16*>(b), c, true);
+}
+
+inline const BFloat16* as_bfloat16(const BFloat16* from, int64_t, BFloat16*) { return from; }
+
+inline const BFloat16* as_bfloat16(const float* from, int64_t n, BFloat16* copy) {
+  narrow(from, n, copy);
+  return copy;
+}
+
+void narrow_rows(const BFloat16* from, int64_t ld, int64_t rows, int64_t cols, BFloat16* to, int64_t ld_to) {
+  for (int64_t r = 0; r < rows; ++r) std::copy_n(from + r * ld, cols, to + r * ld_to);
+}
+
+// to [rows / 2, cols] of pairs = from [rows, cols]
+template <class E>
+void pair_rows(const E* from, int64_t ld, int64_t rows, int64_t cols, BFloat16* to, int64_t ld_to) {
+  const std::vector<BFloat16> zeros(rows % 2 ? cols : 0);
+  BFloat16 copy[2][COLUMNS];
+  for (int64_t r = 0; r < rows; r += 2) {
+    const BFloat16* first = as_bfloat16(from + r * ld, cols, copy[0]);
+    const BFloat16* second = r + 1 < rows ? as_bfloat16(from + (r + 1) * ld, cols, copy[1]) : zeros.data();
+    BFloat16* pairs = to + r * ld_to;
+    for (int64_t c = 0; c < cols; ++c) {
+      pairs[2 * c] = first[c];
+      pairs[2 * c + 1] = second[c];
+    }
+  }
+}
+
+// to [cols / 2, rows] of pairs = from [rows, cols]: what is side by side stays so.
+template <class E>
+void pair_columns(const E* from, int64_t ld, int64_t rows, int64_t cols, BFloat16* to, int64_t ld_to) {
+  constexpr int64_t S = 16;
+  uint32_t square[S][S];
+  for (int64_t r = 0; r < rows; r += S)
+    for (int64_t c = 0; c < cols; c += 2 * S) {
+      const int64_t height = std::min(S, rows - r), width = std::min(2 * S, cols - c), pairs = parts(width, 2);
+      BFloat16 copy[2 * S];
+      for (int64_t y = 0; y < height; ++y) {
+        if (width % 2) square[y][pairs - 1] = 0;
+        std::memcpy(square[y], as_bfloat16(from + (r + y) * ld + c, width, copy), width * sizeof(BFloat16));
+      }
+      if (height == S && pairs == S) {
+        uint32_t turned[S][S];
+        for (int64_t y = 0; y < S; ++y)
+          for (int64_t x = 0; x < S; ++x) turned[x][y] = square[y][x];
+        for (int64_t x = 0; x < S; ++x) std::memcpy(to + (c / 2 + x) * 2 * ld_to + 2 * r, turned[x], sizeof(turned[x]));
+      } else {
+        for (int64_t x = 0; x < pairs; ++x)
+          for (int64_t y = 0; y < height; ++y) std::memcpy(to + (c / 2 + x) * 2 * ld_to + 2 * (r + y), &square[y][x], sizeof(uint32_t));
+      }
     }
 }
 

@@ -1,8 +1,13 @@
-"""Matrix products of bfloat16 and float16 on CPU, summed in float32, where the processor has no instruction for them.
+"""Matrix products of bfloat16 and float16 on CPU, summed in float32.
 
-There oneDNN and MKL have no product of these types, and ATen's own loops take 4 to 80 times as long as the product in
-float32. Here blocks of both operands are widened as they are laid out for oneDNN's small product in float32, so that no
-copy of either is made. Operands of mixed types are served too: a gradient in float32 times a narrow weight.
+Where the processor has no instruction for these types oneDNN and MKL have no product of them, and ATen's own loops take
+4 to 80 times as long as the product in float32. Here blocks of both operands are widened as they are laid out for
+oneDNN's small product in float32, so that no copy of either is made. Operands of mixed types are served too: a gradient
+in float32 times a narrow weight.
+
+Where it has the instruction, ATen's products are as fast, but round what they return to 16 bits: a sum over several of
+them, or a loss of logits in float32, pays copies of the whole. There blocks stay pairs of bfloat16 (those of a float32
+operand beside a bfloat16 one are rounded), and sums are written, or added, in float32.
 Measured by benchmarks/narrow_product.py.
 """
 
@@ -26,7 +31,7 @@ class _Matrix(ctypes.Structure):
 
 class _Product(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("batch", "m", "n", "k", "threads", "add")),
+        *((name, ctypes.c_int64) for name in ("batch", "m", "n", "k", "threads", "add", "pairs")),
         *((name, _Matrix) for name in ("a", "b", "out")),
         ("bias", ctypes.c_void_p),
         ("packed", ctypes.c_void_p),
@@ -48,6 +53,24 @@ def problem(dtype: torch.dtype, device: str) -> str | None:
     return None
 
 
+def unable_to_sum(dtype: torch.dtype, device: str) -> str | None:
+    """Why products of ``dtype`` cannot leave their sums in float32 as fast as rounded ones; None when they can, by
+    :func:`multiply`. Begins to build the kernel when they can.
+    """
+    reason = problem(dtype, device)
+    return None if reason is None or (dtype in NARROW and device == "cpu" and _in_pairs(dtype)) else reason
+
+
+def _in_pairs(*types: torch.dtype) -> bool:
+    """Whether operands of these types are multiplied as pairs of bfloat16."""
+    if torch.bfloat16 not in types or torch.float16 in types or not dispatcher.multiplies_pairs():
+        return False
+    if cpp.problem():
+        return False
+    has_pairs = cpp.function("narrow_product_has_pairs")
+    return has_pairs is not None and bool(has_pairs())
+
+
 def multiply(
     a: Tensor,
     b: Tensor,
@@ -59,8 +82,9 @@ def multiply(
     """``scale * a @ b + bias``, rounded once; or, with ``add``, that added to ``out``.
 
     Args:
-        a: [m, k] or [batch, m, k], float32, bfloat16 or float16, in any layout.
-        b: [k, n] or [batch, k, n], of any of these types.
+        a: [m, k] or [batch, m, k], float32, bfloat16 or float16, in any layout; float32 beside bfloat16 is rounded where
+            the processor multiplies pairs of bfloat16.
+        b: [k, n] or [batch, k, n], of any of these types, likewise.
         out: [m, n] or [batch, m, n], in any layout; a new tensor of the type of ``a`` where it is None.
         bias: [n], of any of these types, or None.
         scale: factor on the product.
@@ -82,7 +106,16 @@ def multiply(
     bias = None if bias is None else bias.float().contiguous()
     *batch, m, k = a.shape
     data = _Product(
-        *batch or [1], m, b.shape[-1], k, torch.get_num_threads(), add, _matrix(a), _matrix(b), _matrix(out)
+        *batch or [1],
+        m,
+        b.shape[-1],
+        k,
+        torch.get_num_threads(),
+        add,
+        _in_pairs(a.dtype, b.dtype),
+        _matrix(a),
+        _matrix(b),
+        _matrix(out),
     )
     floats = cpp.function("narrow_product_floats")
     floats.restype = ctypes.c_int64
@@ -96,7 +129,8 @@ def product_of(a: Tensor, b: Tensor, out: Tensor) -> None:
     """``out = a @ b``, of ``out``'s type, which is that of ``a`` and ``b`` or wider: here where it is the faster, or in
     ATen.
     """
-    if problem(a.dtype, a.device.type) is None:
+    ask = problem if out.dtype == a.dtype else unable_to_sum
+    if ask(a.dtype, a.device.type) is None:
         multiply(a, b, out)
     else:
         torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
