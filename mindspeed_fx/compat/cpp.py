@@ -20,7 +20,7 @@ from typing import Any, Callable, Iterator
 
 import torch
 
-from mindspeed_fx.compat import inductor_cache
+from mindspeed_fx.compat import dispatcher, inductor_cache
 from mindspeed_fx.private_files import make_private, process_folder, write_whole
 
 log = logging.getLogger("mindspeed_fx")
@@ -77,6 +77,17 @@ def function(name: str) -> Any:
     return None if library is None else getattr(library, name)
 
 
+def multiplies_pairs() -> bool:
+    """Whether the kernels multiply pairs of bfloat16 as they are, by an instruction of this processor's."""
+    return dispatcher.multiplies_pairs() and problem() is None and _library_multiplies_pairs()
+
+
+@functools.cache
+def _library_multiplies_pairs() -> bool:
+    ask = function("multiplies_pairs")
+    return ask is not None and bool(ask())
+
+
 def call(name: str, *args: Any) -> None:
     """Call a function of the kernels, which must be there.
 
@@ -96,7 +107,7 @@ def loaded_file() -> pathlib.Path | None:
 def forget() -> None:
     """Build or load anew at the next call."""
     _builds.clear()
-    for cached in (function, _built_library):
+    for cached in (function, _built_library, _library_multiplies_pairs):
         cached.cache_clear()
 
 

@@ -2,6 +2,8 @@
 does not serve.
 """
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,9 +19,14 @@ served = pytest.mark.skipif(cpp.problem() is not None, reason=str(cpp.problem())
 SIZES = st.sampled_from([1, 2, 63, 64, 65, 130, 200])
 
 
+HAS_PAIRS = cpp.problem() is None and cpp.multiplies_pairs()
+
+
 @pytest.fixture(autouse=True)
-def threads_as_before():
+def threads_as_before(monkeypatch):
+    """Without pairs of bfloat16, but in the tests that say so."""
     before = torch.get_num_threads()
+    monkeypatch.setattr(cpp, "multiplies_pairs", lambda: False)
     yield
     torch.set_num_threads(before)
 
@@ -163,9 +170,54 @@ def test_narrow_types_are_the_reference_in_float32_rounded_once(
         torch.testing.assert_close(h.float(), w.float(), rtol=2 * eps, atol=1e-5 + eps * float(w.abs().max()) / 4)
 
 
+@pytest.mark.skipif(not HAS_PAIRS, reason="this processor has no products of bfloat16")
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([(1, 1), (4, 2), (6, 1)]),
+    SIZES,
+    SIZES,
+    st.sampled_from([(8, 8), (40, 24), (16, 160), (17, 33)]),
+    st.sampled_from([0, 0, 1, 50]),
+    st.sampled_from([0.0, 3.0]),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([None, torch.bool, torch.bfloat16]),
+    st.sampled_from([1, 2, 5]),
+)
+def test_pairs_of_bfloat16_err_by_the_rounding_of_weights(
+    heads, queries, keys, dims, window, softcap, causal, sinks, kind, threads
+):
+    """Against float64: weights and their gradients are rounded once more than where tiles are float32."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(queries * 1000 + keys)
+    q, grad = (torch.randn(2, heads[0], queries, d).bfloat16() for d in dims)
+    k, v = (torch.randn(2, heads[1], keys, d).bfloat16() for d in dims)
+    shape = (2, 1, queries, keys)
+    mask = None if kind is None else torch.rand(shape) > 0.2 if kind == torch.bool else torch.randn(shape).to(kind)
+    options = (causal, dims[0] ** -0.5, window if causal else 0, softcap)
+    sinks = torch.randn(heads[0]).bfloat16() if sinks else None
+    with mock.patch.object(cpp, "multiplies_pairs", lambda: True):
+        have = ops.attention_flash(q, k, v, *options, sinks, mask)
+        have = [*have, *ops.attention_flash_backward(grad, q, k, v, *have, *options, mask)]
+    q, k, v, grad, sinks = (None if x is None else x.double() for x in (q, k, v, grad, sinks))
+    mask = mask if mask is None or mask.dtype == torch.bool else mask.double()
+    want = ops.attention(q, k, v, mask, *options, sinks)
+    want = [*want, *ops.attention_backward(grad, q, k, v, *want, mask, *options)]
+    eps = torch.finfo(torch.bfloat16).eps
+    # A gradient of scores is a difference, which vanishes where there is one key: its error is that of its parts.
+    parts = [0.0, 0.0, k.abs().amax(), q.abs().amax(), 0.0]
+    for h, w, part in zip(have, want, parts, strict=True):
+        finite = w.isfinite()
+        assert torch.equal(h[~finite].double(), w[~finite])
+        error = (h.double() - w)[finite].square().mean().sqrt() if finite.any() else torch.zeros(())
+        scale = w[finite].square().mean().sqrt() if finite.any() else torch.zeros(())
+        assert error <= eps * (2 * scale + part * grad.abs().amax() / 2) + 1e-5
+
+
 @served
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_errors_are_at_most_those_of_aten(dtype):
+@pytest.mark.parametrize("dtype, pairs", [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False)])
+def test_narrow_errors_are_at_most_those_of_aten(dtype, pairs, monkeypatch):
+    monkeypatch.setattr(cpp, "multiplies_pairs", lambda: pairs and HAS_PAIRS)
     q, k, v, grad = (torch.randn(2, 4, 200, 32).to(dtype) for _ in range(4))
     aten = torch.ops.aten
     have, exact = both(q, k, v, grad, True, 0.2, 0, 0.0, None)

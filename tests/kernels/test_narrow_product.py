@@ -25,7 +25,7 @@ NARROW = [torch.bfloat16, torch.float16]
 def no_instructions(monkeypatch):
     before = torch.get_num_threads()
     monkeypatch.setattr(dispatcher, "multiplies_narrow", lambda dtype: False)
-    monkeypatch.setattr(dispatcher, "multiplies_pairs", lambda: False)
+    monkeypatch.setattr(cpp, "multiplies_pairs", lambda: False)
     yield
     torch.set_num_threads(before)
 
@@ -36,7 +36,7 @@ def operand(batch, rows, cols, dtype, turned):
     return x.transpose(-1, -2) if turned else x
 
 
-HAS_PAIRS = dispatcher.multiplies_pairs()
+HAS_PAIRS = cpp.problem() is None and cpp.multiplies_pairs()
 
 
 @served
@@ -67,7 +67,7 @@ def test_is_the_product_rounded_once(pairs, batch, m, n, k, types, turned, scale
     else:
         want = scale * a.double() @ b.double()
     want += (out.double() if add else 0) + (bias.double() if has_bias else 0)
-    with mock.patch.object(dispatcher, "multiplies_pairs", lambda: pairs):
+    with mock.patch.object(cpp, "multiplies_pairs", lambda: pairs):
         have = multiply(a, b, out, bias, scale, add)
     assert have is out
     eps = torch.finfo(types[2]).eps if types[2] != torch.float32 else 0
@@ -202,8 +202,7 @@ def test_losses_of_narrow_logits(monkeypatch, has_instructions, dtype, softcap, 
     """Of both ways: logits in float32 from our products, and rounded ones from the processor's; all tokens at once,
     which they are where they are at most twice as many as the width, and in chunks whose sums are float32."""
     monkeypatch.setattr(dispatcher, "multiplies_narrow", lambda dtype: has_instructions)
-    if HAS_PAIRS:
-        monkeypatch.setattr(dispatcher, "multiplies_pairs", lambda: has_instructions)
+    monkeypatch.setattr(cpp, "multiplies_pairs", lambda: has_instructions and HAS_PAIRS)
     monkeypatch.setattr(linear_cross_entropy_work, "CACHED", 16 * 130)
     monkeypatch.setattr(linear_cross_entropy_work, "ROWS", 1)
     torch.manual_seed(0)

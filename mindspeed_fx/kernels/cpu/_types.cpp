@@ -159,3 +159,16 @@ void pair_columns(const E* from, int64_t ld, int64_t rows, int64_t cols, BFloat1
 }
 
 }  // namespace
+
+// Whether pairs of bfloat16 can be multiplied here: oneDNN has no other way to be asked.
+extern "C" int multiplies_pairs() {
+  try {
+    alignas(64) BFloat16 a[16 * 16] = {}, b[16 * 16] = {};
+    alignas(64) float c[16 * 16] = {};
+    product(16, 16, 16, a, 16, b, 16, c, 16, false);
+    at::native::cpublas::brgemm_release(true);
+    return 1;
+  } catch (...) {
+    return 0;
+  }
+}

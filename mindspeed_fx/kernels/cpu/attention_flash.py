@@ -37,7 +37,7 @@ class _Problem(ctypes.Structure):
     _fields_ = [
         *(
             (name, ctypes.c_int64)
-            for name in "batch heads kv_heads queries keys dim v_dim causal window threads gradient_heads type".split()
+            for name in "batch heads kv_heads queries keys dim v_dim causal window threads gradient_heads type pairs".split()
         ),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
@@ -180,6 +180,7 @@ def _problem(
         torch.get_num_threads(),
         k.shape[1],
         TYPES.index(q.dtype),
+        cpp.multiplies_pairs(),
         scale,
         softcap,
     )

@@ -1,7 +1,8 @@
 // Flash attention: forward, and backward from its log-sum-exp. See kernels/cpu/attention_flash.py.
 //
 // All is computed in float32. Tiles of another type E are widened where they enter, results rounded where they leave; the
-// gradients of keys and values, to which many tiles add, are float32 and the caller rounds them.
+// gradients of keys and values, to which many tiles add, are float32 and the caller rounds them. Where the processor
+// multiplies pairs of bfloat16, tiles of that type enter products as they are (M), with weights and their gradients rounded.
 // Tiles of scores are kept transposed, [key, query]: statistics of a query then lie side by side, so that every loop over
 // a tile is a plain vector loop and nothing is summed across a vector. Tiles are multiplied by oneDNN's small matrix
 // product, which is made for sizes at which the BLAS still unpacks its arguments.
@@ -23,7 +24,7 @@ struct Mask {  // [batch, heads, queries, keys], the last dimension contiguous, 
 };
 
 struct Problem {
-  int64_t batch, heads, kv_heads, queries, keys, dim, v_dim, causal, window, threads, gradient_heads, type;
+  int64_t batch, heads, kv_heads, queries, keys, dim, v_dim, causal, window, threads, gradient_heads, type, pairs;
   float scale, softcap;
   Mask mask;
 };
@@ -40,6 +41,64 @@ constexpr int64_t COPIES = std::is_same_v<E, float> ? 0 : 1;  // of a tile in fl
 
 struct Tile {
   int64_t q0, nq, k0, nk;
+};
+
+// How tiles enter a product a [m, k] b [k, n] whose operands are of type M: what is made of a tile x [rows, cols] lies in
+// ``to``, with rows of T where no other length is given; or x is taken as it is.
+template <class M>
+struct Operand;
+
+template <>
+struct Operand<float> {
+  static int64_t depth(int64_t k) { return k; }
+  template <class E>
+  static std::pair<const float*, int64_t> first(const E* x, int64_t ld, int64_t rows, int64_t cols, float* to) {  // a = x
+    return as_float(x, ld, rows, cols, to);
+  }
+  template <class E>
+  static std::pair<const float*, int64_t> second(const E* x, int64_t ld, int64_t rows, int64_t cols, float* to, int64_t = T) {  // b = x
+    return as_float(x, ld, rows, cols, to);
+  }
+  template <class E>
+  static void first_turned(const E* x, int64_t ld, int64_t rows, int64_t cols, float* to) {  // a = x^T
+    transpose(x, ld, rows, cols, to, T);
+  }
+  template <class E>
+  static void second_turned(const E* x, int64_t ld, int64_t rows, int64_t cols, float* to, float factor = 1.0f) {  // b = x^T * factor, or
+    transpose(x, ld, rows, cols, to, T, factor);
+  }
+  static void scale(float*, int64_t, float) {}  // the factor here, on the product
+};
+
+template <>
+struct Operand<BFloat16> {
+  static int64_t depth(int64_t k) { return k + k % 2; }  // what is added is zero
+  static std::pair<const BFloat16*, int64_t> first(const BFloat16* x, int64_t ld, int64_t, int64_t, BFloat16*) { return {x, ld}; }
+  static std::pair<const BFloat16*, int64_t> first(const float* x, int64_t ld, int64_t rows, int64_t cols, BFloat16* to) {
+    narrow_rows(x, ld, rows, cols, to, T);
+    end_pairs(to, rows, cols);
+    return {to, T};
+  }
+  template <class E>
+  static std::pair<const BFloat16*, int64_t> second(const E* x, int64_t ld, int64_t rows, int64_t cols, BFloat16* to, int64_t ld_to = T) {
+    pair_rows(x, ld, rows, cols, to, ld_to);
+    return {to, ld_to};
+  }
+  static void first_turned(const BFloat16* x, int64_t ld, int64_t rows, int64_t cols, BFloat16* to) {
+    transpose(x, ld, rows, cols, to, T);
+    end_pairs(to, cols, rows);
+  }
+  static void second_turned(const BFloat16* x, int64_t ld, int64_t rows, int64_t cols, BFloat16* to, float = 1.0f) {
+    pair_columns(x, ld, rows, cols, to, T);
+  }
+  static void scale(float* x, int64_t n, float factor) {
+    for (int64_t i = 0; i < n; ++i) x[i] *= factor;
+  }
+
+ private:
+  static void end_pairs(BFloat16* to, int64_t rows, int64_t cols) {
+    for (int64_t r = 0; r < rows && cols % 2; ++r) to[r * T + cols] = BFloat16{};
+  }
 };
 
 // Tiles of keys that some query of [q0, q0 + nq) sees: [first, second).
@@ -79,39 +138,42 @@ void add_mask(const Mask& m, int64_t b, int64_t h, const Tile& t, float* s, floa
 }
 
 // data, strides: q, k, v, out, lse, sinks, packed [batch, kv_heads, tiles of keys, v_dim, T]; sinks may be null.
-template <class E>
+template <class E, class M>
 bool forward(const Problem& n, void* const* data, const int64_t* strides) {
   const View q = view<E>(0, data, strides), k = view<E>(1, data, strides), v = view<E>(2, data, strides), out = view<E>(3, data, strides);
   const View lse = view<float>(4, data, strides);
+  using O = Operand<M>;
   const float* sinks = static_cast<const float*>(data[5]);
-  float* packed = static_cast<float*>(data[6]);
+  M* packed = static_cast<M*>(data[6]);
   const int64_t query_tiles = tiles(n.queries), key_tiles = tiles(n.keys), group = n.heads / n.kv_heads;
   std::atomic<bool> failed{false};
 #pragma omp parallel num_threads(n.threads)
   {
-    const Buffer work(T * T + (COPIES<E> * std::max(n.dim, T) + n.dim + n.v_dim + 4) * T, failed);
+    const Buffer work(2 * T * T + (COPIES<E> * std::max(n.dim, T) + n.dim + n.v_dim + 4) * T, failed, !std::is_same_v<M, float>);
     const int64_t batches = has_all(failed) ? n.batch : 0;
 #pragma omp for collapse(3)
     for (int64_t b = 0; b < batches; ++b)
       for (int64_t h = 0; h < n.kv_heads; ++h)
         for (int64_t j = 0; j < key_tiles; ++j)
-          transpose(v.at(b, h, j * T), v.row, std::min(T, n.keys - j * T), n.v_dim, packed + ((b * n.kv_heads + h) * key_tiles + j) * n.v_dim * T, T);
-    float* s = work.data;
-    float *qt = s + T * T, *sum_v = qt + n.dim * T, *top = sum_v + n.v_dim * T, *sum = top + T, *shrink = sum + T, *high = shrink + T, *copy = high + T;
+          O::first_turned(v.at(b, h, j * T), v.row, std::min(T, n.keys - j * T), n.v_dim, packed + ((b * n.kv_heads + h) * key_tiles + j) * n.v_dim * T);
+    float *s = work.data, *sum_v = s + T * T, *top = sum_v + n.v_dim * T, *sum = top + T, *shrink = sum + T, *high = shrink + T, *copy = high + T;
+    float* operands = copy + COPIES<E> * std::max(n.dim, T) * T;
+    M *qt = reinterpret_cast<M*>(operands), *weights_copy = reinterpret_cast<M*>(operands + n.dim * T);
 #pragma omp for collapse(3) schedule(dynamic, 1)
     for (int64_t b = 0; b < batches; ++b)
       for (int64_t h = 0; h < n.heads; ++h)
         for (int64_t back = 1; back <= query_tiles; ++back) {  // the last rows, which see the most keys, first
           const int64_t q0 = (query_tiles - back) * T, nq = std::min(T, n.queries - q0);
           const auto [low, end] = seen(n, q0, nq);
-          transpose(q.at(b, h, q0), q.row, nq, n.dim, qt, T, n.scale);
+          O::second_turned(q.at(b, h, q0), q.row, nq, n.dim, qt, n.scale);
           std::fill(top, top + T, sinks ? sinks[h] : NEVER);
           std::fill(sum, sum + T, sinks ? 1.0f : 0.0f);
           if (low == end) std::fill(sum_v, sum_v + n.v_dim * T, 0.0f);
           for (int64_t j = low; j < end; ++j) {
             const Tile t{q0, nq, j * T, std::min(T, n.keys - j * T)};
-            const auto [keys, key_row] = as_float(k.at(b, h / group, t.k0), k.row, t.nk, n.dim, copy);
+            const auto [keys, key_row] = O::first(k.at(b, h / group, t.k0), k.row, t.nk, n.dim, reinterpret_cast<M*>(copy));
             product(t.nk, nq, n.dim, keys, key_row, qt, T, s, T, false);
+            O::scale(s, t.nk * T, n.scale);
             if (n.softcap)
               for (int64_t x = 0; x < t.nk * T; ++x) s[x] = n.softcap * tangent(s[x] / n.softcap);
             if (n.mask.data) add_mask(n.mask, b, h, t, s, copy);
@@ -135,7 +197,8 @@ bool forward(const Problem& n, void* const* data, const int64_t* strides) {
             if (j > low)
               for (int64_t x = 0; x < n.v_dim; ++x)
                 for (int64_t c = 0; c < nq; ++c) sum_v[x * T + c] *= shrink[c];
-            product(n.v_dim, nq, t.nk, packed + ((b * n.kv_heads + h / group) * key_tiles + j) * n.v_dim * T, T, s, T, sum_v, T, j > low);
+            const auto [weights, weights_row] = O::second(s, T, t.nk, nq, weights_copy);
+            product(n.v_dim, nq, O::depth(t.nk), packed + ((b * n.kv_heads + h / group) * key_tiles + j) * n.v_dim * T, T, weights, weights_row, sum_v, T, j > low);
           }
           for (int64_t c = 0; c < nq; ++c) {
             *lse.at(b, h, q0 + c) = top[c] + std::log(sum[c]);
@@ -150,25 +213,27 @@ bool forward(const Problem& n, void* const* data, const int64_t* strides) {
 }
 
 // data, strides: grad, q, k, v, out, lse, dq, dk, dv. dk and dv are float32 and have gradient_heads heads: a multiple of kv_heads that divides heads.
-template <class E>
+template <class E, class M>
 bool backward(const Problem& n, void* const* data, const int64_t* strides) {
   const View grad = view<E>(0, data, strides), q = view<E>(1, data, strides), k = view<E>(2, data, strides), v = view<E>(3, data, strides), out = view<E>(4, data, strides),
              dq = view<E>(6, data, strides);
   const View lse = view<float>(5, data, strides), dk = view<float>(7, data, strides), dv = view<float>(8, data, strides);
+  using O = Operand<M>;
   const int64_t query_tiles = tiles(n.queries), key_tiles = tiles(n.keys), group = n.heads / n.gradient_heads, share = n.gradient_heads / n.kv_heads;
   std::atomic<bool> failed{false};
 #pragma omp parallel num_threads(n.threads)
   {
-    const Buffer work(key_tiles * T * n.dim + 3 * T * T + (2 * n.dim + n.v_dim + 2 + COPIES<E> * (2 * n.dim + 3 * n.v_dim + T)) * T, failed);
+    const Buffer work(key_tiles * T * n.dim + 6 * T * T + (3 * n.dim + 2 * n.v_dim + 2 + COPIES<E> * (2 * n.dim + 3 * n.v_dim + T)) * T, failed, !std::is_same_v<M, float>);
     const int64_t batches = has_all(failed) ? n.batch : 0;
-    float* kt = work.data;
-    float *p = kt + key_tiles * T * n.dim, *ds = p + T * T, *bend = ds + T * T, *qt = bend + T * T, *dqt = qt + n.dim * T, *gt = dqt + n.dim * T;
-    float *delta = gt + n.v_dim * T, *top = delta + T, *q_copy = top + T, *k_copy = q_copy + n.dim * T;
-    float *grad_copy = k_copy + n.dim * T, *out_copy = grad_copy + n.v_dim * T, *v_copy = out_copy + n.v_dim * T, *mask = v_copy + n.v_dim * T;
+    float *p = work.data, *ds = p + T * T, *bend = ds + T * T, *dqt = bend + T * T, *delta = dqt + n.dim * T, *top = delta + T, *operands = top + T;
+    M *kt = reinterpret_cast<M*>(operands), *qt = kt + key_tiles * T * n.dim, *gt = qt + n.dim * T, *p_copy = gt + n.v_dim * T, *ds_copy = p_copy + T * T;
+    M *ds_pairs = ds_copy + T * T, *q_pairs = ds_pairs + T * T, *grad_pairs = q_pairs + n.dim * T;
+    float* q_copy = operands + (key_tiles + 2) * T * n.dim + 3 * T * T + 2 * n.v_dim * T;
+    float *k_copy = q_copy + n.dim * T, *grad_copy = k_copy + n.dim * T, *out_copy = grad_copy + n.v_dim * T, *v_copy = out_copy + n.v_dim * T, *mask = v_copy + n.v_dim * T;
 #pragma omp for collapse(2) schedule(dynamic, 1)
     for (int64_t b = 0; b < batches; ++b)
       for (int64_t g = 0; g < n.gradient_heads; ++g) {
-        for (int64_t j = 0; j < key_tiles; ++j) transpose(k.at(b, g / share, j * T), k.row, std::min(T, n.keys - j * T), n.dim, kt + j * T * n.dim, T);
+        for (int64_t j = 0; j < key_tiles; ++j) O::first_turned(k.at(b, g / share, j * T), k.row, std::min(T, n.keys - j * T), n.dim, kt + j * T * n.dim);
         for (int64_t key = n.causal || !n.queries ? query_tiles * T : n.keys; key < n.keys; ++key) {  // keys that no query sees
           std::fill_n(dk.at(b, g, key), n.dim, 0.0f);
           std::fill_n(dv.at(b, g, key), n.v_dim, 0.0f);
@@ -177,11 +242,17 @@ bool backward(const Problem& n, void* const* data, const int64_t* strides) {
           for (int64_t i = 0; i < query_tiles; ++i) {
             const int64_t q0 = i * T, nq = std::min(T, n.queries - q0);
             const auto [low, end] = seen(n, q0, nq);
-            const auto [qi, q_row] = as_float(q.at(b, h, q0), q.row, nq, n.dim, q_copy);
+            const auto [qi, q_row] = O::second(q.at(b, h, q0), q.row, nq, n.dim, std::is_same_v<M, float> ? reinterpret_cast<M*>(q_copy) : q_pairs, n.dim);
             const auto [gi, grad_row] = as_float(grad.at(b, h, q0), grad.row, nq, n.v_dim, grad_copy);
+            const auto [grads, grads_row] = [&, gi = gi, grad_row = grad_row] {
+              if constexpr (std::is_same_v<M, float>)
+                return std::pair(gi, grad_row);
+              else
+                return O::second(grad.at(b, h, q0), grad.row, nq, n.v_dim, grad_pairs, n.v_dim);
+            }();
             const auto [oi, out_row] = as_float(out.at(b, h, q0), out.row, nq, n.v_dim, out_copy);
-            transpose(qi, q_row, nq, n.dim, qt, T, n.scale);
-            transpose(gi, grad_row, nq, n.v_dim, gt, T);
+            O::second_turned(q.at(b, h, q0), q.row, nq, n.dim, qt, n.scale);
+            O::second_turned(grad.at(b, h, q0), grad.row, nq, n.v_dim, gt);
             for (int64_t c = 0; c < nq; ++c) {
               const float *o = oi + c * out_row, *x = gi + c * grad_row, l = *lse.at(b, h, q0 + c);
               float total = 0.0f;
@@ -194,9 +265,10 @@ bool backward(const Problem& n, void* const* data, const int64_t* strides) {
               for (int64_t c = 0; c < nq; ++c) std::fill_n(dq.at(b, h, q0 + c), n.dim, E{});
             for (int64_t j = low; j < end; ++j) {
               const Tile t{q0, nq, j * T, std::min(T, n.keys - j * T)};
-              const auto [keys, key_row] = as_float(k.at(b, g / share, t.k0), k.row, t.nk, n.dim, k_copy);
-              const auto [values, value_row] = as_float(v.at(b, g / share, t.k0), v.row, t.nk, n.v_dim, v_copy);
+              const auto [keys, key_row] = O::first(k.at(b, g / share, t.k0), k.row, t.nk, n.dim, reinterpret_cast<M*>(k_copy));
+              const auto [values, value_row] = O::first(v.at(b, g / share, t.k0), v.row, t.nk, n.v_dim, reinterpret_cast<M*>(v_copy));
               product(t.nk, nq, n.dim, keys, key_row, qt, T, p, T, false);
+              O::scale(p, t.nk * T, n.scale);
               product(t.nk, nq, n.v_dim, values, value_row, gt, T, ds, T, false);
               if (n.softcap)
                 for (int64_t x = 0; x < t.nk * T; ++x) {
@@ -215,9 +287,12 @@ bool backward(const Problem& n, void* const* data, const int64_t* strides) {
               if (n.softcap)
                 for (int64_t x = 0; x < t.nk * T; ++x) ds[x] *= bend[x];
               const bool first = h == g * group && i == (n.causal ? j : 0);  // of the queries that see these keys
-              product(t.nk, n.v_dim, nq, p, T, gi, grad_row, dv.at(b, g, t.k0), dv.row, !first);
-              product(t.nk, n.dim, nq, ds, T, qi, q_row, dk.at(b, g, t.k0), dk.row, !first);
-              product(n.dim, nq, t.nk, kt + j * T * n.dim, T, ds, T, dqt, T, j > low);
+              const auto [weights, weights_row] = O::first(p, T, t.nk, nq, p_copy);
+              product(t.nk, n.v_dim, O::depth(nq), weights, weights_row, grads, grads_row, dv.at(b, g, t.k0), dv.row, !first);
+              const auto [slopes, slopes_row] = O::first(ds, T, t.nk, nq, ds_copy);
+              product(t.nk, n.dim, O::depth(nq), slopes, slopes_row, qi, q_row, dk.at(b, g, t.k0), dk.row, !first);
+              const auto [turned, turned_row] = O::second(ds, T, t.nk, nq, ds_pairs);
+              product(n.dim, nq, O::depth(t.nk), kt + j * T * n.dim, T, turned, turned_row, dqt, T, j > low);
             }
             if (low != end) transpose(dqt, T, n.dim, nq, dq.at(b, h, q0), dq.row);
           }
@@ -228,15 +303,28 @@ bool backward(const Problem& n, void* const* data, const int64_t* strides) {
 
 }  // namespace
 
-// Both return 1 where there is no memory for the work buffers, and have then written nothing that counts.
+// Both return 1 where there is no memory for the work buffers, and have then written nothing that counts. Pairs need even
+// widths: their rows are taken as they lie.
+template <class F>
+void with_types(const Problem& n, F f) {
+  if (n.type == BFLOAT16 && n.pairs && n.dim % 2 == 0 && n.v_dim % 2 == 0)
+    f(static_cast<BFloat16*>(nullptr), static_cast<BFloat16*>(nullptr));
+  else
+    with_type(n.type, [&](auto* type) { f(type, static_cast<float*>(nullptr)); });
+}
+
 extern "C" int attention_forward(const Problem* problem, void* const* data, const int64_t* strides) {
   bool failed = false;
-  with_type(problem->type, [&](auto* type) { failed = forward<std::remove_pointer_t<decltype(type)>>(*problem, data, strides); });
+  with_types(*problem, [&](auto* type, auto* tile) {
+    failed = forward<std::remove_pointer_t<decltype(type)>, std::remove_pointer_t<decltype(tile)>>(*problem, data, strides);
+  });
   return failed;
 }
 
 extern "C" int attention_backward(const Problem* problem, void* const* data, const int64_t* strides) {
   bool failed = false;
-  with_type(problem->type, [&](auto* type) { failed = backward<std::remove_pointer_t<decltype(type)>>(*problem, data, strides); });
+  with_types(*problem, [&](auto* type, auto* tile) {
+    failed = backward<std::remove_pointer_t<decltype(type)>, std::remove_pointer_t<decltype(tile)>>(*problem, data, strides);
+  });
   return failed;
 }

@@ -131,19 +131,6 @@ extern "C" int64_t narrow_product_floats(const Product* p) {
   return (p->batch > 1 ? p->threads : 1) * padded(p->k) * block_columns(p->n, p->k);
 }
 
-// Whether pairs of bfloat16 can be multiplied here: oneDNN has no other way to be asked.
-extern "C" int narrow_product_has_pairs() {
-  try {
-    alignas(64) BFloat16 a[16 * 16] = {}, b[16 * 16] = {};
-    alignas(64) float c[16 * 16] = {};
-    product(16, 16, 16, a, 16, b, 16, c, 16, false);
-    at::native::cpublas::brgemm_release(true);
-    return 1;
-  } catch (...) {
-    return 0;
-  }
-}
-
 // Returns 1 where there is no memory.
 extern "C" int narrow_product(const Product* problem) {
   const Product p = *problem;

@@ -58,17 +58,12 @@ def unable_to_sum(dtype: torch.dtype, device: str) -> str | None:
     :func:`multiply`. Begins to build the kernel when they can.
     """
     reason = problem(dtype, device)
-    return None if reason is None or (dtype in NARROW and device == "cpu" and _in_pairs(dtype)) else reason
+    return None if reason is None or (device == "cpu" and _in_pairs(dtype)) else reason
 
 
 def _in_pairs(*types: torch.dtype) -> bool:
     """Whether operands of these types are multiplied as pairs of bfloat16."""
-    if torch.bfloat16 not in types or torch.float16 in types or not dispatcher.multiplies_pairs():
-        return False
-    if cpp.problem():
-        return False
-    has_pairs = cpp.function("narrow_product_has_pairs")
-    return has_pairs is not None and bool(has_pairs())
+    return torch.bfloat16 in types and torch.float16 not in types and cpp.multiplies_pairs()
 
 
 def multiply(
