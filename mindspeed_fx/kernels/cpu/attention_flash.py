@@ -35,10 +35,8 @@ TILE = 64
 
 class _Problem(ctypes.Structure):
     _fields_ = [
-        *(
-            (name, ctypes.c_int64)
-            for name in "batch heads kv_heads queries keys dim v_dim causal window threads gradient_heads type pairs".split()
-        ),
+        *((name, ctypes.c_int64) for name in "batch heads kv_heads queries keys dim v_dim causal".split()),
+        *((name, ctypes.c_int64) for name in "window threads gradient_heads type pairs".split()),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
         *((f"mask_{name}", ctypes.c_int64) for name in ("type", "batch", "head", "row")),

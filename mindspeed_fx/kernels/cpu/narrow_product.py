@@ -77,8 +77,8 @@ def multiply(
     """``scale * a @ b + bias``, rounded once; or, with ``add``, that added to ``out``.
 
     Args:
-        a: [m, k] or [batch, m, k], float32, bfloat16 or float16, in any layout; float32 beside bfloat16 is rounded where
-            the processor multiplies pairs of bfloat16.
+        a: [m, k] or [batch, m, k], float32, bfloat16 or float16, in any layout; float32 beside bfloat16 is rounded
+            where the processor multiplies pairs of bfloat16.
         b: [k, n] or [batch, k, n], of any of these types, likewise.
         out: [m, n] or [batch, m, n], in any layout; a new tensor of the type of ``a`` where it is None.
         bias: [n], of any of these types, or None.
