@@ -172,8 +172,10 @@ def test_kernels_have_the_names_of_their_operators():
         "cpu": {
             "attention_blocked",
             "attention_flash",
+            "gate_gradient",
             "gemm",
             "narrow_product",
+            "products",
             "weight_gradient",
         },  # kernels that an operator chooses from
         "npu": {"schemas"},  # of torch_npu
