@@ -172,7 +172,6 @@ def test_kernels_have_the_names_of_their_operators():
         "cpu": {
             "attention_blocked",
             "attention_flash",
-            "gate_gradient",
             "gemm",
             "narrow_product",
             "products",

@@ -122,7 +122,9 @@ def _run_pytest(file: str, rank: int, folder: Path, request: dict[str, Any]) -> 
     only = ["-k", request["only"]] if request["only"] else []
     plugins = [w for name in PLUGINS if importlib.util.find_spec(name) for w in ("-p", name)]
     endless = [w for test in ENDLESS for w in ("--deselect", f"tests/unit_tests/{test}")]
-    pytest.main([*options, *limits, *plugins, *only, *endless, file], plugins=[on_cpu.Recorder(folder / f"{rank}.jsonl")])
+    pytest.main(
+        [*options, *limits, *plugins, *only, *endless, file], plugins=[on_cpu.Recorder(folder / f"{rank}.jsonl")]
+    )
 
 
 def _free_port() -> int:

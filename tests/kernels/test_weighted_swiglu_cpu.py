@@ -1,10 +1,10 @@
-"""Gradients of SwiGLU times a weight in one pass, against the definition in float64."""
+"""SwiGLU times a weight and its gradients in one pass each, against the definition in float64."""
 
 import pytest
 import torch
 
 from mindspeed_fx.compat import cpp
-from mindspeed_fx.kernels.cpu import gate_gradient
+from mindspeed_fx.kernels.cpu import weighted_swiglu
 from mindspeed_fx.kernels.cpu.attention_flash import TYPES
 
 ops = torch.ops.mindspeed
@@ -24,19 +24,20 @@ def arguments(rows, width, dtype, is_packed, weight_dtype=torch.float32):
 
 def expected(grad, x, up, weight):
     leaves = [t if t is None else t.double().requires_grad_() for t in (x, up, weight)]
-    grads = torch.autograd.grad(gate(*leaves), [t for t in leaves if t is not None], grad.double())
-    return grads if up is not None else (grads[0], torch.zeros(0), grads[1])
+    out = gate(*leaves)
+    grads = torch.autograd.grad(out, [t for t in leaves if t is not None], grad.double())
+    return out, *(grads if up is not None else (grads[0], torch.zeros(0), grads[1]))
 
 
 @served
 @pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("rows, width", [((5,), 7), ((2, 3), 513), ((1,), 1024), ((0,), 8), ((3,), 1)])
-def test_is_the_gradient(rows, width, dtype, is_packed):
+def test_is_the_product_and_its_gradients(rows, width, dtype, is_packed):
     torch.manual_seed(width)
     args = arguments(rows, width, dtype, is_packed)
     close = {"rtol": 1e-4 if dtype == torch.float32 else torch.finfo(dtype).eps, "atol": 1e-4 * width**0.5}
-    for have, want in zip(ops.gate_gradient(*args), expected(*args)):
+    for have, want in zip((ops.gate_product(*args[1:]), *ops.gate_gradient(*args)), expected(*args), strict=True):
         torch.testing.assert_close(have.double(), want.double(), **close)
 
 
@@ -44,6 +45,8 @@ def test_is_the_gradient(rows, width, dtype, is_packed):
 def test_large_gates_nan_and_infinity_are_as_in_the_definition():
     x = torch.tensor([[100.0, -100.0, float("nan"), float("inf"), -88.5, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]])
     args = (torch.ones(1, 6), x, None, torch.ones(1, 1))
+    have, want = ops.gate_product(*args[1:]), ops.weighted_swiglu(*args[1:])
+    torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-30, equal_nan=True)
     have, want = ops.gate_gradient(*args), ops.weighted_swiglu_backward(*args)
     torch.testing.assert_close(have[0], want[0], rtol=1e-5, atol=1e-30, equal_nan=True)
     assert have[2].isnan().all() and want[2].isnan().all()
@@ -56,15 +59,15 @@ def test_layouts_and_types_of_weights():
         for have, want in zip(ops.gate_gradient(*args), ops.weighted_swiglu_backward(*args)):
             assert have.dtype == want.dtype and have.shape == want.shape
             torch.testing.assert_close(have, want)
-    assert "one of float32" in gate_gradient.problem(grad.float(), x, up, weight)
-    assert "weights of type" in gate_gradient.problem(grad, x, up, weight.double())
+    assert "one of float32" in weighted_swiglu.problem(x, up, weight, grad.float())
+    assert "weights of type" in weighted_swiglu.problem(x, up, weight.double())
 
 
 @served
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_compiled_backward_is_this_kernel(dtype, monkeypatch):
-    calls, run = [], gate_gradient.cpp.call
-    monkeypatch.setattr(gate_gradient.cpp, "call", lambda name, *args: (calls.append(name), run(name, *args))[1])
+def test_the_compiled_step_is_these_kernels(dtype, monkeypatch):
+    calls, run = [], cpp.call
+    monkeypatch.setattr(cpp, "call", lambda name, *args: (calls.append(name), run(name, *args))[1])
     grad, x, _, weight = arguments((12,), 16, dtype, True)
     leaves = x.requires_grad_(), weight.requires_grad_()
 
@@ -74,4 +77,4 @@ def test_the_compiled_backward_is_this_kernel(dtype, monkeypatch):
     compiled = torch.compile(loss, backend="mindspeed", fullgraph=True, options={"codegen": "eager"})
     for have, want in zip(*(torch.autograd.grad(f(*leaves), leaves) for f in (compiled, loss))):
         torch.testing.assert_close(have, want, rtol=2e-2, atol=2e-2)
-    assert calls == ["gate_gradient"]
+    assert calls == ["gate_product", "gate_gradient"]
