@@ -174,6 +174,7 @@ def test_kernels_have_the_names_of_their_operators():
             "attention_flash",
             "gemm",
             "narrow_product",
+            "products",
             "weight_gradient",
         },  # kernels that an operator chooses from
         "npu": {"schemas"},  # of torch_npu

@@ -15,7 +15,7 @@ from torch import Tensor
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.cost.operators import once
 from mindspeed_fx.kernels.base import LIBRARY, operator
-from mindspeed_fx.kernels.cpu.narrow_product import product_of
+from mindspeed_fx.kernels.cpu.products import product_of
 
 
 def _split(offsets: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

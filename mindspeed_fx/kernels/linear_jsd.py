@@ -21,7 +21,7 @@ from torch import Tensor
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.cost.operators import SOFTMAX, SPECIAL, Cost, size
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
-from mindspeed_fx.kernels.cpu import narrow_product
+from mindspeed_fx.kernels.cpu.products import product_of
 from mindspeed_fx.kernels.linear_cross_entropy import _by_token, _empty_gradient, _saved_dtype
 from mindspeed_fx.kernels.linear_cross_entropy_chunks import add_product, pieces, times_weight
 from mindspeed_fx.kernels.linear_cross_entropy_work import CHUNK, full_chunk
@@ -144,7 +144,7 @@ def linear_jsd_total(
 def _log_probabilities(x, weight, bias, temperature: float, out: Tensor) -> Tensor:
     """log softmax((x weight^T + bias) / temperature), in ``out``."""
     logits = out[: x.shape[0]]
-    narrow_product.product_of(x, weight.t(), logits)
+    product_of(x, weight.t(), logits)
     if bias is not None:
         logits += bias
     logits = logits.div_(temperature) if temperature != 1 else logits

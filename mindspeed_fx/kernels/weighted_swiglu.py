@@ -38,13 +38,13 @@ def weighted_swiglu(x: Tensor, up: Tensor | None, weight: Tensor) -> Tensor:
     return (g * torch.sigmoid(g) * u * w).to(dtype).contiguous()
 
 
-def _fake_backward(grad, x, up, weight):
+def fake_backward(grad, x, up, weight):
     return *swiglu.fake_backward(grad, x, up), torch.empty(weight.shape, dtype=weight.dtype, device=x.device)
 
 
 @operator(
     "weighted_swiglu_backward(Tensor grad, Tensor x, Tensor? up, Tensor weight) -> (Tensor, Tensor, Tensor)",
-    _fake_backward,
+    fake_backward,
 )
 def weighted_swiglu_backward(
     grad: Tensor, x: Tensor, up: Tensor | None, weight: Tensor

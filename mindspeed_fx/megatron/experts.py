@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_fx.kernels.cpu.narrow_product import product_of
+from mindspeed_fx.kernels.cpu.products import product_of
 from mindspeed_fx.megatron import main_grad, patches, zero_memory
 from mindspeed_fx.training import gradient_ready
 

@@ -120,17 +120,6 @@ def multiply(
     return out
 
 
-def product_of(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """``out = a @ b``, of ``out``'s type, which is that of ``a`` and ``b`` or wider: here where it is the faster, or in
-    ATen.
-    """
-    ask = problem if out.dtype == a.dtype else unable_to_sum
-    if ask(a.dtype, a.device.type) is None:
-        multiply(a, b, out)
-    else:
-        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
-
-
 def _one_stride(x: Tensor) -> Tensor:
     """``x``, or a copy of it, with its rows or its columns contiguous."""
     *_, row, col = _layout(x)

@@ -43,6 +43,21 @@ def answer_test_modules() -> None:
     sys.modules[DATA] = no_download
 
 
+def share_gloo_loop() -> None:
+    """Give all process groups of this process one gloo device: the loop of each device wakes up a hundred times a
+    second, and Megatron's tests make hundreds of groups that they never destroy."""
+    groups = dist.distributed_c10d
+    device = groups.ProcessGroupGloo.create_default_device()
+
+    class SharedLoop(groups.ProcessGroupGloo):  # type: ignore[misc]
+        def __init__(self, store: Any, rank: int, size: int, timeout: Any = groups.default_pg_timeout) -> None:
+            options = groups.ProcessGroupGloo._Options()
+            options._devices, options._threads, options._timeout = [device], 1, timeout
+            super().__init__(store, rank, size, options)
+
+    groups.ProcessGroupGloo = SharedLoop
+
+
 def _for_tests(function: Any, value: Any) -> Any:
     @functools.wraps(function)
     def answer(*args: Any, **kwargs: Any) -> Any:
