@@ -199,7 +199,10 @@ def _stages(
         (a.device for a in [*args, *(kwargs or {}).values()] if isinstance(a, torch.Tensor)),
         torch.device(mesh.device_type),
     )
-    return _for_schedules(modules, rank_of, own, device, mesh.get_group("pp"))
+    results = _for_schedules(modules, rank_of, own, device, mesh.get_group("pp"))
+    for stage in results:
+        stage.beside = [mesh.get_group(d) for d in inner]
+    return results
 
 
 def schedule_of(plan: Plan | None) -> tuple[str | None, int | None, list[int] | None]:

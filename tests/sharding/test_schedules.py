@@ -171,7 +171,7 @@ def headed(**sizes):
 def test_a_large_output_layer_gets_fewer_layers():
     plan = mindspeed_fx.plan(*headed(), mesh={"pp": 2}, hardware="ascend910b2", trace=False, memory="400GiB")
     sizes = plan.solution.layers
-    assert sizes and sum(sizes) == 8 and sizes[-1] < sizes[0]
+    assert sizes and sum(sizes) == 8 and sizes[-1] < max(sizes)
     assert plan.schedule == f"{plan.layout.schedule}:{plan.layout.virtual}:{'+'.join(map(str, sizes))}"
     assert plan.solution.even > plan.seconds * 1.015 and f"layers of the stages: {'+'.join(map(str, sizes))}" in str(
         plan

@@ -6,6 +6,7 @@ do. Stage 0 has what comes before the layers, the last one what comes after them
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, fields
 from typing import Sequence
 
@@ -134,7 +135,7 @@ def holders(layout: Layout, order: Sequence[int]) -> list[tuple[dict[int, int], 
 
 
 def balanced_sizes(layout: Layout, order: Sequence[int], loads: dict[int, Load], memory: float) -> list[int] | None:
-    """Layers of each stage so that the fullest stage takes the least time, of those whose ranks fit in ``memory`` bytes
+    """Layers of each stage so that the fullest rank takes the least time, of those whose ranks fit in ``memory`` bytes
     where any do; each has one at least. (Found by bisection over the time that a
     stage may take, filled from the back, for the first ranks keep the most
     microbatches; layers are then shifted to where memory is free.)
@@ -153,7 +154,37 @@ def balanced_sizes(layout: Layout, order: Sequence[int], loads: dict[int, Load],
             low = middle
         else:
             best, high = sizes[::-1], middle
+    if best is not None and layout.virtual > 1:
+        best = _shifted(layout, times, ends, best)
     return best and _within(layout, order, loads, memory, best)
+
+
+def _shifted(layout: Layout, times: Sequence[float], ends: tuple[float, float], sizes: list[int]) -> list[int]:
+    """Layers shifted from the stages of the fullest rank to others, as long as the fullest rank has less to do."""
+    until = [0.0, *itertools.accumulate(times)]
+
+    def fullest(sizes: Sequence[int]) -> tuple[float, int]:
+        bounds = [0, *itertools.accumulate(sizes)]
+        ranks = [0.0] * layout.pp
+        for s in range(len(sizes)):
+            ranks[rank_of_stage(layout, s)] += until[bounds[s + 1]] - until[bounds[s]]
+        ranks[0] += ends[0]
+        ranks[rank_of_stage(layout, len(sizes) - 1)] += ends[1]
+        return max((seconds, rank) for rank, seconds in enumerate(ranks))
+
+    seconds, rank = fullest(sizes)
+    for _ in range(len(times)):
+        tried = []
+        for s, to in itertools.permutations(range(len(sizes)), 2):
+            if rank_of_stage(layout, s) == rank and sizes[s] > 1:
+                moved = list(sizes)
+                moved[s] -= 1
+                moved[to] += 1
+                tried.append((*fullest(moved), moved))
+        if not tried or min(tried)[0] >= seconds * (1 - 1e-9):
+            break
+        seconds, rank, sizes = min(tried)
+    return sizes
 
 
 def _filled(times: Sequence[float], ends: tuple[float, float], count: int, most: float) -> list[int] | None:
