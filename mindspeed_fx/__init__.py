@@ -4,9 +4,9 @@
 
 Importing this package is optional (the backend is found by its entry point) and cheap; it gives :func:`accumulate`,
 :class:`FlopCount`, :func:`compile`, :func:`dump_tensors`, :func:`explain`, :func:`generate`, :func:`in_parts`,
-:func:`load_compiled`, :func:`parallelize` with its :class:`Plan`, :func:`pipeline_stage`, :func:`plan`, :func:`predict`,
-:class:`Profile`, :func:`register_with_accelerate`, :func:`save_compiled`, :func:`simulate`, :func:`split_backward`,
-:func:`step_in_backward`, :mod:`mindspeed_fx.ops`, :mod:`mindspeed_fx.passes` and the version.
+:func:`load_compiled`, :func:`parallelize` with its :class:`Plan`, :func:`pipeline_stage`, :func:`plan`,
+:func:`predict`, :class:`Profile`, :func:`register_with_accelerate`, :func:`save_compiled`, :func:`simulate`,
+:func:`split_backward`, :func:`step_in_backward`, :mod:`mindspeed_fx.ops`, :mod:`mindspeed_fx.passes` and the version.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 import torch
 from torch.distributed.pipelining import PipelineStage
@@ -88,6 +89,16 @@ def forget_sizes(schedule: Any) -> None:
     for name in vars(schedule):
         if name.endswith(("_forward_initialized", "_backward_initialized")):
             setattr(schedule, name, False)
+
+
+@contextlib.contextmanager
+def without_loss(schedule: Any) -> Iterator[None]:
+    """Steps that compute no loss, and need no target."""
+    own, schedule._loss_fn = schedule._loss_fn, None
+    try:
+        yield
+    finally:
+        schedule._loss_fn = own
 
 
 KINDS = {"FORWARD": "F", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W", "FULL_BACKWARD": "B"}

@@ -67,7 +67,8 @@ def generate(
     known = tokens.shape[1]
     result = torch.cat((tokens, tokens.new_zeros(tokens.shape[0], length)), 1)
     for end in range(known, known + length):
-        out = schedule.eval(**{name: result, **kwargs})
+        with pipelining.without_loss(schedule):
+            out = schedule.eval(**{name: result, **kwargs})
         chosen = result.new_full((result.shape[0],), NONE)
         if any(s.is_last for s in own):
             logits = out[-1] if isinstance(out, (tuple, list)) else out

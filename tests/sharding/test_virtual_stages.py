@@ -49,12 +49,12 @@ def test_results_lengths_and_evaluation_of_other_schedules(schedule, tmp_path):
 
 
 def test_generation(tmp_path):
-    how = (str(tmp_path / "store"), {"pp": 2}, None, "ScheduleInterleaved1F1B")
+    how = (str(tmp_path / "store"), {"pp": 2}, None, "Schedule1F1B")
     ranks.spawn(virtual_ranks.generate_worker, how, nprocs=2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", [s for s in SCHEDULES if s != "ScheduleInterleaved1F1B"])
+@pytest.mark.parametrize("schedule", [s for s in SCHEDULES if s != "Schedule1F1B"])
 def test_generation_under_other_schedules(schedule, tmp_path):
     ranks.spawn(virtual_ranks.generate_worker, (str(tmp_path / "store"), {"pp": 2}, None, schedule), nprocs=2)
 
