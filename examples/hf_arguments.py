@@ -89,8 +89,14 @@ PLAN: dict[str, dict[str, Any]] = {
     "--devices": dict(default="auto", help="auto: all processes that torchrun started; a number must be theirs"),
     "--device": dict(choices=("cpu", "cuda", "npu"), help="default: the machine's accelerator, else cpu"),
     "--plan": dict(
-        help="none, search, a name (zero2, zero3, tp, tp_sp, ulysses ..., joined by +), or the file of a saved plan; "
-        "default: search, for one process none"
+        help="none, search, a name (zero2, zero3, tp, tp_sp, ulysses ..., joined by +; pp2: two stages of a pipeline), "
+        "or the file of a saved plan; default: search, for one process none"
+    ),
+    "--pipeline": dict(action="store_true", help="--plan search considers stages of a pipeline too"),
+    "--schedule": dict(
+        metavar="NAME:N",
+        help="of stages: a schedule of torch.distributed.pipelining and stages on a rank, as in Interleaved1F1B:2; "
+        "default: the searched plan's, else 1F1B:1",
     ),
     "--mesh": dict(
         metavar="DIM=N,...", help="sizes of the mesh; default: all processes, as evenly as it goes, or searched"

@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hf_arguments import RESUME, fail, flag
+from torch.distributed.checkpoint import FileSystemReader
 
 KEPT = 2
 """Checkpoints that stay."""
-STATE, PARTIAL = "state.json", ".partial"
+STATE, PARTIAL, OF_STAGE = "state.json", ".partial", "_of_stage_"
 
 
 class Checkpoints:
@@ -110,9 +111,11 @@ class Checkpoints:
         state = json.loads((folder / STATE).read_text())
         refuse_others(state["settings"], read_settings(trainer), folder)
         tensors = make_tensors(trainer)
+        stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+        tensors["random"] = {n: t for n, t in tensors["random"].items() if f"random.{n}" in stored}
         dcp.load(tensors, checkpoint_id=folder, process_group=self.group)
-        for name, value in tensors["random"].items():
-            set_random_state(name, value)
+        for name, value in tensors["random"].items():  # a stage's own is after that of one device
+            set_random_state(name.partition(OF_STAGE)[0], value)
         trainer.write_state(state)
         return True
 
@@ -126,18 +129,21 @@ def make_tensors(trainer: Any) -> dict[str, Any]:
     """Parameters, buffers, the optimizer's state by parameter, and generators; loading writes into them in place.
 
     Tied parameters are stored once. Random numbers are those of one device, whatever the plan, so their state is that
-    of every rank.
+    of every rank; the ranks of a pipeline draw their own layers' numbers alone, and each has a state of its own.
     """
     model = trainer.losses.model
     parameters = dict(model.named_parameters())
     tied = dict(model.named_parameters(remove_duplicate=False)).keys() - parameters.keys()
-    whole = {n: t.detach() for n, t in model.state_dict().items() if n not in tied and isinstance(t, torch.Tensor)}
+    names = trainer.saved - tied  # stages have buffers too that are none of a checkpoint
+    whole = {n: t.detach() for n, t in model.state_dict().items() if n in names and isinstance(t, torch.Tensor)}
     optimizer = trainer.optimizer
     fill_state(optimizer)
     states = {n: dict(optimizer.state[p]) for n, p in parameters.items() if p in optimizer.state}
     random = {"cpu": torch.get_rng_state()}
     if trainer.device.type != "cpu":
         random["device"] = getattr(torch, trainer.device.type).get_rng_state()
+    if trainer.pipeline is not None:
+        random |= {f"{name}{OF_STAGE}{trainer.pipeline.rank}": state for name, state in random.items()}
     return {"model": whole, "optimizer": states, "random": random}
 
 

@@ -207,6 +207,7 @@ def build_model(args: Namespace, config: Any) -> nn.Module:
 
 class Losses(nn.Module):
     """The sum of a model's losses over all labels, a tensor of one element; the loop divides it by their number.
+    Without labels, its logits.
 
     Subclasses name their inputs; tokens and labels are integers [batch, sequence].
     """
@@ -215,8 +216,10 @@ class Losses(nn.Module):
         super().__init__()
         self.model = model
 
-    def sum(self, output: Any, labels: Tensor) -> Tensor:
+    def sum(self, output: Any, labels: Tensor | None) -> Tensor:
         """Cross-entropy where there is a label, in float32 at least, and the model's own loss of its router."""
+        if labels is None:
+            return output.logits
         logits = output.logits.flatten(0, -2)
         logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
         losses = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
@@ -229,7 +232,7 @@ class Losses(nn.Module):
 class CausalLosses(Losses):
     """Labels are the next tokens; positions begin anew in each document, where documents are packed."""
 
-    def forward(self, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    def forward(self, input_ids: Tensor, labels: Tensor | None, position_ids: Tensor | None = None) -> Tensor:
         positions = {} if position_ids is None else {"position_ids": position_ids}
         return self.sum(self.model(input_ids=input_ids, use_cache=False, **positions), labels)
 
@@ -245,7 +248,7 @@ class SequenceLosses(Losses):
     """Of encoder and decoder: labels are the target, ``decoder_input_ids`` the same a place later."""
 
     def forward(
-        self, input_ids: Tensor, decoder_input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None
+        self, input_ids: Tensor, decoder_input_ids: Tensor, labels: Tensor | None, attention_mask: Tensor | None = None
     ) -> Tensor:
         inputs = {"decoder_input_ids": decoder_input_ids, "attention_mask": attention_mask, "use_cache": False}
         return self.sum(self.model(input_ids=input_ids, **inputs), labels)

@@ -113,12 +113,26 @@ def choose_plan(args: Namespace, losses: nn.Module, batch: dict[str, torch.Tenso
             plan = mindspeed_fx.Plan.load(str(path))
             sizes = getattr(plan, "sizes", None) or mesh_sizes(args, plan.mesh)
         else:
-            reads = set(args.plan.split("+")) & {"tp", "tp_sp", "tp_2d"}
-            plan = named_plan(args.plan, losses, kwargs=batch if reads else None)
-            sizes = mesh_sizes(args, plan.mesh)
+            plan, stages = _named(args.plan, losses, batch)
+            sizes = mesh_sizes(args, plan.mesh, stages)
     except (OptionError, OSError) as error:
         fail(f"--plan {args.plan}: {error}")
     return plan, sizes
+
+
+def _named(name: str, losses: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[Any, int | None]:
+    """(the plan of names joined by "+", of which "pp2" asks for two stages; how many stages it asks for)."""
+    words = name.split("+")
+    stages = [w for w in words if w.startswith("pp") and (w[2:] or "1").isdigit()]
+    others = [w for w in words if w not in stages]
+    plan = None
+    if others:
+        reads = set(others) & {"tp", "tp_sp", "tp_2d"}
+        plan = named_plan("+".join(others), losses, kwargs=batch if reads else None)
+    if not stages:
+        return plan, None
+    own = mindspeed_fx.Plan(stages[0], ("pp",), keep_whole=True)
+    return own + plan if plan is not None else own, int(stages[0][2:] or 0) or None
 
 
 def _search(args: Namespace, losses: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[Any, dict[str, int]]:
@@ -133,7 +147,7 @@ def _search(args: Namespace, losses: nn.Module, batch: dict[str, torch.Tensor]) 
     space |= {"memory": args.memory} if args.memory else {}
     space |= {"microbatches": args.accumulate} if args.accumulate else {}
     hardware = args.hardware or HARDWARE.get(args.device)
-    plan = mindspeed_fx.plan(losses, (), batch, hardware=hardware, pipeline=False, **space)
+    plan = mindspeed_fx.plan(losses, (), batch, hardware=hardware, pipeline=args.pipeline, **space)
     if plan.unsupported:
         fail(f"--plan search: {plan.name} cannot run: {'; '.join(plan.unsupported)}; name a plan, or give --mesh")
     stored.parent.mkdir(parents=True, exist_ok=True)
@@ -166,9 +180,9 @@ def parse_mesh(text: str) -> dict[str, int]:
     return sizes
 
 
-def mesh_sizes(args: Namespace, dims: tuple[str, ...]) -> dict[str, int]:
+def mesh_sizes(args: Namespace, dims: tuple[str, ...], stages: int | None = None) -> dict[str, int]:
     """The sizes of a plan's mesh: ``--mesh``, or all processes on one dimension, or on several as evenly as it goes,
-    the outermost having more.
+    the outermost having more; ``stages``: those that the plan's name asks for.
     """
     if args.mesh:
         sizes = parse_mesh(args.mesh)
@@ -176,11 +190,19 @@ def mesh_sizes(args: Namespace, dims: tuple[str, ...]) -> dict[str, int]:
             fail(f"--mesh {args.mesh}: plan {args.plan} has the dimensions {', '.join(dims)}")
         return {d: sizes[d] for d in dims}
     left, sizes = args.world_size, {}
+    if stages is not None:
+        if left % stages:
+            fail(f"--plan {args.plan}: {stages} stages do not divide {left} processes")
+        inner, left = dims[1:], left // stages
+        if not inner and left > 1:
+            fail(f"--plan {args.plan}: {stages} stages, and {args.world_size} processes; join another name by +")
+        dims, sizes = inner, {"pp": stages}
+    names = [*sizes, *dims]
     for place, dim in enumerate(reversed(dims), 1):
         rest = len(dims) - place
         size = left if not rest else max(d for d in range(1, left + 1) if left % d == 0 and d ** (rest + 1) <= left)
         sizes[dim], left = size, left // size
-    return {d: sizes[d] for d in dims}
+    return {d: sizes[d] for d in names}
 
 
 def divide(args: Namespace, losses: nn.Module, plan: Any, sizes: dict[str, int], device: torch.device) -> nn.Module:

@@ -20,6 +20,7 @@ from hf_arguments import DTYPES, fail
 from hf_checkpoint import Checkpoints
 from hf_data import TRAINING, VALIDATION, Bytes, Documents, Loader, Pretrained, TextBatches, perplexity
 from hf_images import Digits, ImageBatches
+from hf_stages import Pipeline
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -44,14 +45,21 @@ class Trainer:
         hf_plan.start_processes(args)
         if args.plan == "search":
             plan, sizes = hf_plan.share_plan(plan, sizes)
-        self.microbatches = count_microbatches(args, plan)
+        self.microbatches = count_microbatches(args, plan, sizes)
         self.plan, self.sizes = plan, sizes
         self.parameters = sum(p.numel() for p in losses.parameters())
         part = next(iter(self.split(example)))
         work, self.counted = hf_report.flops_of(losses, part)
         self.flops_per_element = work / part["labels"].numel()
-        self.losses = hf_plan.divide(args, losses, plan, sizes, self.device)
-        self.compiled = compile_losses(args, self.losses)
+        self.saved = set(losses.model.state_dict())
+        self.pipeline: Pipeline | None = None
+        if "pp" in sizes:
+            how = plan, sizes, example, self.microbatches, self.device, self.casts
+            self.pipeline = Pipeline(args, losses, *how)
+            self.losses = self.pipeline.module
+        else:
+            self.losses = hf_plan.divide(args, losses, plan, sizes, self.device)
+            self.compiled = compile_losses(args, self.losses)
         self.optimizer, self.scheduler = make_optimizer(args, self.losses)
         self.loader = Loader(self.batches[TRAINING], args.workers)
         self.step, self.log = 0, []
@@ -66,11 +74,14 @@ class Trainer:
         size = self.args.batch_size // self.microbatches
         return [{n: t[i * size : (i + 1) * size] for n, t in batch.items()} for i in range(self.microbatches)]
 
-    def run(self, batch: Batch) -> torch.Tensor:
-        """The sum of the losses of a microbatch; products in bfloat16 if so asked."""
+    def casts(self) -> Any:
+        """What products are computed in: bfloat16 if so asked."""
         mixed = self.args.dtype == "bfloat16"
-        casts = torch.autocast(self.device.type, torch.bfloat16) if mixed else contextlib.nullcontext()
-        with casts:
+        return torch.autocast(self.device.type, torch.bfloat16) if mixed else contextlib.nullcontext()
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        """The sum of the losses of a microbatch."""
+        with self.casts():
             return self.compiled(**{name: tensor.to(self.device) for name, tensor in batch.items()})
 
     def train_step(self) -> dict[str, float]:
@@ -78,31 +89,48 @@ class Trainer:
         start, batch = time.perf_counter(), next(self.loader)
         labels = max(count_labels(batch), 1)
         self.optimizer.zero_grad()
-        total = 0.0
-        for part in self.split(batch):
-            loss = self.run(part) / labels
-            loss.backward()
-            total += loss.item()
+        total = self.run_backward(batch, labels)
         if not math.isfinite(total):
             fail(f"the loss of step {self.step + 1} is {total}; a lower --lr than {self.args.lr} may help")
         row = {"step": self.step + 1, "loss": total, "lr": self.scheduler.get_last_lr()[0]}
-        norm = torch.nn.utils.clip_grad_norm_(self.losses.parameters(), self.args.clip or math.inf)
-        row["norm"] = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+        row["norm"] = self.clip(self.args.clip or math.inf)
         self.optimizer.step()
         self.scheduler.step()
         self.step += 1
         return row | {"seconds": time.perf_counter() - start, "elements": batch["labels"].numel()}
 
+    def run_backward(self, batch: Batch, labels: int) -> float:
+        """Gradients of a global batch; its loss."""
+        if self.pipeline is not None:
+            return self.pipeline.step({n: t.to(self.device) for n, t in batch.items()}, labels)
+        total = 0.0
+        for part in self.split(batch):
+            loss = self.run(part) / labels
+            loss.backward()
+            total += loss.item()
+        return total
+
+    def clip(self, most: float) -> float:
+        """The norm of all gradients, which are scaled to ``most``."""
+        if self.pipeline is not None:
+            return self.pipeline.clip(most)
+        norm = torch.nn.utils.clip_grad_norm_(self.losses.parameters(), most)
+        return float((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
+
     @torch.no_grad()
     def validate(self) -> float:
         """Mean loss over the same held-out batches every time, in nats."""
-        self.losses.eval()
+        module = self.losses if self.pipeline is None else self.pipeline
+        module.train(False)
         total, labels = 0.0, 0
         for number in range(self.args.eval_batches):
             batch = self.batches[VALIDATION][number]
             labels += count_labels(batch)
-            total += sum(self.run(part).item() for part in self.split(batch))
-        self.losses.train()
+            if self.pipeline is not None:
+                total += self.pipeline.evaluate({n: t.to(self.device) for n, t in batch.items()})
+            else:
+                total += sum(self.run(part).item() for part in self.split(batch))
+        module.train(True)
         return total / max(labels, 1)
 
     # ------------------------------------------------------------------------------------------------ checkpoints
@@ -153,6 +181,7 @@ class Trainer:
         mesh = " x ".join(f"{d} {n}" for d, n in self.sizes.items())
         plan = f"plan {self.plan.name} on {mesh}" if self.plan is not None else "one device"
         parts = f", {self.microbatches} microbatches" if self.microbatches > 1 else ""
+        parts += f", schedule {self.pipeline.name}" if self.pipeline is not None else ""
         print(f"{args.model} ({args.kind}), {self.parameters / 1e6:.2f} M parameters, backend {args.backend}, {plan}, "
               f"{args.dtype} on {self.device.type}{parts}")  # fmt: skip
         print(self.documents.describe())
@@ -177,7 +206,9 @@ class Trainer:
                 plot(self.log, self.documents.entropy, folder / "loss.png", unit, known)
         if text:
             batch = {n: t.to(self.device) for n, t in self.batches[VALIDATION][0].items()}
-            line = hf_report.sample(self.losses.model, args.kind, batch, self.vocabulary, args.sample_length)
+            how = args.kind, batch, self.vocabulary, args.sample_length
+            own = self.pipeline
+            line = own.sample(*how) if own is not None else hf_report.sample(self.losses.model, *how)
             if args.rank == 0:
                 print(line)
         if dist.is_initialized():
@@ -220,9 +251,9 @@ def open_data(args: Namespace, vocabulary: Any, losses: nn.Module) -> tuple[Any,
         fail(f"--data: {error}")
 
 
-def count_microbatches(args: Namespace, plan: Any) -> int:
-    """Those that were asked for, else the searched plan's."""
-    count = args.accumulate or getattr(plan, "microbatches", None) or 1
+def count_microbatches(args: Namespace, plan: Any, sizes: dict[str, int]) -> int:
+    """Those that were asked for, else the searched plan's, else one for each stage of a pipeline."""
+    count = args.accumulate or getattr(plan, "microbatches", None) or sizes.get("pp", 1)
     if args.batch_size % count:
         fail(
             f"--batch-size {args.batch_size} cannot be divided into the {count} microbatches of plan {plan.name}; "

@@ -5,6 +5,7 @@
   python examples/train_hf.py --config config.json --data book.txt --dtype bfloat16
   torchrun --nproc-per-node 4 examples/train_hf.py --model qwen3 --devices auto           # the plan is searched
   torchrun --nproc-per-node 4 examples/train_hf.py --plan zero2+tp_sp --mesh dp=2,tp=2    # or named
+  torchrun --nproc-per-node 4 examples/train_hf.py --plan pp2+zero2 --schedule ZBVZeroBubble:2   # stages of a pipeline
   torchrun --nproc-per-node 4 --max-restarts 3 examples/train_hf.py    # goes on by itself when a process dies
 
 The same command goes on from the last checkpoint under --save: bitwise on the same mesh and plan, to rounding on

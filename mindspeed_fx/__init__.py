@@ -3,10 +3,10 @@
     step = torch.compile(model, backend="mindspeed")
 
 Importing this package is optional (the backend is found by its entry point) and cheap; it gives :func:`accumulate`,
-:class:`FlopCount`, :func:`compile`, :func:`dump_tensors`, :func:`explain`, :func:`in_parts`, :func:`load_compiled`,
-:func:`parallelize` with its :class:`Plan`, :func:`pipeline_stage`, :func:`plan`, :func:`predict`, :class:`Profile`,
-:func:`register_with_accelerate`, :func:`save_compiled`, :func:`simulate`, :func:`split_backward`,
-:func:`step_in_backward`, :mod:`mindspeed_fx.ops`, :mod:`mindspeed_fx.passes` and the version.
+:class:`FlopCount`, :func:`compile`, :func:`dump_tensors`, :func:`explain`, :func:`generate`, :func:`in_parts`,
+:func:`load_compiled`, :func:`parallelize` with its :class:`Plan`, :func:`pipeline_stage`, :func:`plan`,
+:func:`predict`, :class:`Profile`, :func:`register_with_accelerate`, :func:`save_compiled`, :func:`simulate`,
+:func:`split_backward`, :func:`step_in_backward`, :mod:`mindspeed_fx.ops`, :mod:`mindspeed_fx.passes` and the version.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ __all__ = [
     "dump_tensors",
     "explain",
     "follow_shapes",
+    "generate",
     "in_parts",
     "load_compiled",
     "ops",
@@ -55,6 +56,7 @@ _HOMES = {
     "dump_tensors": "training.tensor_dump",
     "explain": "planning.explain",
     "follow_shapes": "planning.pipeline_stage",
+    "generate": "planning.generation",
     "in_parts": "training.in_parts",
     "load_compiled": "planning.saved_step",
     "parallelize": "sharding.parallelize",

@@ -189,6 +189,7 @@ def test_pipeline_stages(mesh):
     )
     for bad in (None, 3, Model()):
         refused(lambda: mindspeed_fx.follow_shapes(bad), "follow_shapes: schedule is ")
+        refused(lambda: mindspeed_fx.generate(bad, torch.zeros(1, 2, dtype=torch.long), 1), "generate: schedule is ")
 
 
 def test_explain():

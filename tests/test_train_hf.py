@@ -202,3 +202,71 @@ def test_what_is_found_while_the_model_is_built_is_one_line(tmp_path, server, te
     lines = [line for line in done.errors[0].splitlines() if line.startswith("error: ")]
     assert done.codes == [1] and len(lines) == 1 and "Traceback" not in done.errors[0], done.errors[0][-2000:]
     assert error in lines[0]
+
+
+STAGES = "--layers 2 --dropout 0 --steps 3 --save-every 2 --eval-every 1"
+
+
+def test_stages_of_a_pipeline_train_as_one_device_and_go_on_there(tmp_path, train):
+    """Two steps as two stages, with a weight that both have; the third on one device."""
+    words = f"{STAGES} --set tie_word_embeddings=true"
+    printed = train(tmp_path / "run", f"{words} --plan pp2 --stop-after 2 --sample-length 0", ranks=2).output
+    assert "2 microbatches, schedule 1F1B:1" in printed
+    assert "goes on from step 2" in train(tmp_path / "run", words, backend=EAGER).output
+    train(tmp_path / "whole", words, backend=EAGER)
+    check_close(read_log(tmp_path / "run"), read_log(tmp_path / "whole"), 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model, words, ranks",
+    [
+        ("qwen3", "--plan pp2 --schedule Interleaved1F1B:2 --layers 4", 2),
+        ("llama", "--plan pp2+zero3 --schedule ZBVZeroBubble:2 --layers 4 --accumulate 2", 4),
+        ("qwen3", "--plan pp2+tp_sp", 4),
+        ("gpt2", "--plan pp2 --buckets 16 32", 2),
+        ("t5", "--plan pp2", 2),
+        ("bert", "--plan pp2", 2),
+        ("vit", "--plan pp2", 2),
+        ("qwen3", "--plan search --mesh pp=2,dp=2", 4),
+    ],
+)
+def test_losses_and_samples_of_stages_are_those_of_one_eager_device(model, words, ranks, tmp_path, train):
+    layers = "--layers 4" if "--layers" in words else ""
+    buckets = "--buckets 16 32" if "--buckets" in words else ""
+    printed = train(tmp_path / "run", f"{STAGES} {words}", ranks, model=model).output
+    expected = train(tmp_path / "eager", f"{STAGES} {layers} {buckets}", backend=EAGER, model=model).output
+    check_close(read_log(tmp_path / "run"), read_log(tmp_path / "eager"), 1e-3)
+    samples = [[line for line in text.splitlines() if line.startswith("sample: ")] for text in (printed, expected)]
+    assert samples[0] == samples[1] and (len(samples[0]) == 1) == (model in ("qwen3", "llama", "gpt2", "t5"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words, ranks", [("--plan pp2", 2), ("--plan pp2+zero2 --schedule InterleavedZeroBubble:2", 4)]
+)
+def test_stages_that_go_on_have_the_bits_of_those_that_never_stopped(words, ranks, tmp_path, train):
+    """With dropout, of which each rank draws its own layers'; a tied weight; clipping by the norm of all stages."""
+    words = f"{words} --layers 4 --dropout 0.1 --clip 0.5 --set tie_word_embeddings=true"
+    train(tmp_path / "whole", words, ranks, model="gpt_neox")
+    train(tmp_path / "run", f"{words} --stop-after 3 --no-async-save", ranks, model="gpt_neox")
+    assert "goes on from step 3" in train(tmp_path / "run", words, ranks, model="gpt_neox").output
+    check_same(tmp_path / "run" / "step_0000004", tmp_path / "whole" / "step_0000004")
+    assert read_log(tmp_path / "run") == read_log(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_checkpoints_go_from_plan_to_stages_and_back(tmp_path, train):
+    chain = [("pp2", 2), ("zero3", 2), ("pp2+tp_sp", 4), ("none", 1), ("pp2+zero2", 4), ("tp_sp", 2)]
+    words = f"--layers 2 --dropout 0 --steps {len(chain)} --eval-batches 0 --clip 0.5"
+    for step, (plan, ranks) in enumerate(chain, 1):
+        train(tmp_path / "run", f"{words} --plan {plan} --stop-after {step}", ranks)
+    train(tmp_path / "whole", words)
+    check_close(read_log(tmp_path / "run"), read_log(tmp_path / "whole"), 1e-4)
+
+
+@pytest.mark.slow
+def test_bfloat16_in_stages_learns(tmp_path, train):
+    train(tmp_path / "run", "--layers 2 --steps 8 --lr 3e-3 --plan pp2 --dtype bfloat16 --dropout 0", 2)
+    train(tmp_path / "one", "--layers 2 --steps 8 --lr 3e-3 --dtype bfloat16 --dropout 0 --accumulate 2")
+    check_close(read_log(tmp_path / "run"), read_log(tmp_path / "one"), 2e-2)

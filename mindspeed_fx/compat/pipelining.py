@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
+import torch
 from torch.distributed.pipelining import PipelineStage
 
 
@@ -13,8 +15,8 @@ class PartedStage(PipelineStage):
     alone, and makes both at once where it asks for both. (torch has the one or the other: with ``dw_builder`` all
     backwards come in parts, without it each part runs the whole of a compiled backward.)
 
-    Evaluation leaves gradients alone, and runs with two neighbouring stages on a rank; torch's own divides the
-    gradients that are there, and asks the later one of the two for the gradient of its input (2.13).
+    Evaluation keeps no graph, leaves gradients alone, and runs with two neighbouring stages on a rank; torch's own
+    divides the gradients that are there, and asks the later one of the two for the gradient of its input (2.13).
 
     Args:
         late: with ``in_parts``, whether backwards leave something, and ``take()``, which makes what the last one left.
@@ -23,6 +25,12 @@ class PartedStage(PipelineStage):
     def __init__(self, *args: Any, late: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.late = late
+        self.beside: list[Any] = []
+        """Groups of this rank on the mesh dimensions that divide the stage."""
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.set_grad_enabled(self.has_backward and torch.is_grad_enabled()):
+            return super().forward_one_chunk(*args, **kwargs)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
@@ -81,6 +89,16 @@ def forget_sizes(schedule: Any) -> None:
     for name in vars(schedule):
         if name.endswith(("_forward_initialized", "_backward_initialized")):
             setattr(schedule, name, False)
+
+
+@contextlib.contextmanager
+def without_loss(schedule: Any) -> Iterator[None]:
+    """Steps that compute no loss, and need no target."""
+    own, schedule._loss_fn = schedule._loss_fn, None
+    try:
+        yield
+    finally:
+        schedule._loss_fn = own
 
 
 KINDS = {"FORWARD": "F", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W", "FULL_BACKWARD": "B"}

@@ -23,7 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from mindspeed_fx import arguments
 from mindspeed_fx.compat import pipelining
 from mindspeed_fx.errors import nearest
+from mindspeed_fx.planning.balanced_layers import balanced_layers
 from mindspeed_fx.planning.layer_lists import layers_of
+from mindspeed_fx.planning.search.layouts import Layout
 from mindspeed_fx.planning.stage_module import Stage, add_under, stages
 from mindspeed_fx.planning.tied_stage import TiedStage, TiedWeights
 from mindspeed_fx.sharding.between_stages import RECEIVED, part_like
@@ -61,7 +63,7 @@ def pipeline_stages(
     *,
     virtual: int | None = None,
     style: str | None = None,
-    layers: Sequence[int] | None = None,
+    layers: Sequence[int] | str | None = None,
     microbatches: int | None = None,
     init: Callable | None = None,
     seed: int = 0,
@@ -90,7 +92,9 @@ def pipeline_stages(
         style: which: "loop", on rank r of p stages r, p + r, ... (``ScheduleInterleaved1F1B``, ``ScheduleLoopedBFS``,
             ``ScheduleInterleavedZeroBubble``), or "v", r and 2 p - 1 - r (``ScheduleZBVZeroBubble``,
             ``ScheduleDualPipeV``); default: the plan's, else "loop".
-        layers: how many each stage has; default: as equal as can be, none more than ceil(layers / stages).
+        layers: how many each stage has; "balanced": so that the fullest stage takes the least modelled time
+            (:mod:`balanced_layers`); default: those of the plan, else as equal as can be by number, none more than
+            ceil(layers / stages).
         microbatches: as for the schedule; default: those of the plan, else the number of stages. The step's loss is the
             mean of theirs.
         init, seed: for parameters on the meta device, see :func:`mindspeed_fx.parallelize`.
@@ -111,7 +115,7 @@ def pipeline_stage(
     args: Sequence[Any] = (),
     kwargs: dict[str, Any] | None = None,
     *,
-    layers: Sequence[int] | None = None,
+    layers: Sequence[int] | str | None = None,
     microbatches: int | None = None,
     init: Callable | None = None,
     seed: int = 0,
@@ -137,7 +141,7 @@ def _stages(
     kwargs: dict[str, Any] | None,
     virtual: int | None,
     style: str | None,
-    layers: Sequence[int] | None,
+    layers: Sequence[int] | str | None,
     microbatches: int | None,
     init: Callable | None,
     seed: int,
@@ -149,14 +153,17 @@ def _stages(
     arguments.check_whole(name, "virtual", virtual, optional=True)
     if style is not None:
         arguments.check_word(name, "style", style, STYLES)
-    arguments.check_wholes(name, "layers", layers)
+    if isinstance(layers, str):
+        arguments.check_word(name, "layers", layers, ("balanced",))
+    else:
+        arguments.check_wholes(name, "layers", layers)
     arguments.check_whole(name, "microbatches", microbatches, optional=True)
     arguments.check_callable(name, "init", init, optional=True)
     arguments.check_whole(name, "seed", seed, least=0)
     arguments.check_options(name, options)
     names, plan = _check_plan(name, model, mesh, plan)
     pp, inner = mesh["pp"].size(), tuple(d for d in names if d != "pp")
-    own_style, own_virtual = schedule_of(plan)
+    own_style, own_virtual, own_layers = schedule_of(plan)
     style = style or own_style or "loop"
     virtual = virtual or own_virtual or (2 if style == "v" else 1)
     if style == "v" and virtual != 2:
@@ -165,6 +172,11 @@ def _stages(
     layers_of(model, count)
     if microbatches is None:
         microbatches = (plan.microbatches if plan is not None else None) or count
+    if layers is None and virtual == own_virtual:
+        layers = own_layers
+    elif layers == "balanced":
+        layout = Layout(pp=pp, microbatches=microbatches, schedule=schedule_like(style, virtual), virtual=virtual)
+        layers = balanced_layers(model, args, kwargs, layout, mesh)
     if inner:
         if plan is None:
             raise ShardingError(
@@ -187,24 +199,35 @@ def _stages(
         (a.device for a in [*args, *(kwargs or {}).values()] if isinstance(a, torch.Tensor)),
         torch.device(mesh.device_type),
     )
-    return _for_schedules(modules, rank_of, own, device, mesh.get_group("pp"))
+    results = _for_schedules(modules, rank_of, own, device, mesh.get_group("pp"))
+    for stage in results:
+        stage.beside = [mesh.get_group(d) for d in inner]
+    return results
 
 
-def schedule_of(plan: Plan | None) -> tuple[str | None, int | None]:
-    """Style and stages on a rank that a plan's schedule asks for.
+def schedule_of(plan: Plan | None) -> tuple[str | None, int | None, list[int] | None]:
+    """Style, stages on a rank and layers of each stage that a plan's schedule asks for.
 
     Raises:
         ShardingError: a schedule that torch does not have, or a number that is none.
     """
     if plan is None or plan.schedule is None:
-        return None, None
-    name, _, virtual = plan.schedule.partition(":")
-    if name not in SCHEDULES or not (virtual or "1").isdigit() or virtual == "0":
+        return None, None, None
+    name, _, numbers = plan.schedule.partition(":")
+    virtual, _, sizes = numbers.partition(":")
+    if name not in SCHEDULES or not all(n.isdigit() and int(n) for n in (virtual or "1", *(sizes or "1").split("+"))):
         raise ShardingError(
             f'plan "{plan.name}": schedule is {plan.schedule!r}{nearest(name, SCHEDULES)}; valid: '
-            f"{', '.join(SCHEDULES)}, with stages on a rank as in Interleaved1F1B:2"
+            f"{', '.join(SCHEDULES)}, with stages on a rank as in Interleaved1F1B:2, and layers of each stage as in "
+            "1F1B:1:3+5"
         )
-    return ("v" if name in ("ZBVZeroBubble", "DualPipeV") else "loop"), int(virtual or 1)
+    layers = [int(n) for n in sizes.split("+")] if sizes else None
+    return ("v" if name in ("ZBVZeroBubble", "DualPipeV") else "loop"), int(virtual or 1), layers
+
+
+def schedule_like(style: str, virtual: int) -> str:
+    """A schedule of stages that lie so."""
+    return "ZBVZeroBubble" if style == "v" else "1F1B" if virtual == 1 else "Interleaved1F1B"
 
 
 def _for_schedules(

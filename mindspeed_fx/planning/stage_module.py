@@ -122,6 +122,8 @@ class Stage(nn.Module):
                 f"{len(received)}"
             )
         out = program.run(*(value(arguments) for value in program.inputs), *received)
+        if not torch.is_grad_enabled():  # AOTAutograd makes a graph all the same (2.13)
+            out = [t.detach() for t in out]
         if self._index == self._stages - 1:
             out = [t.reshape(1) if t.dim() == 0 else t for t in out]
         return out[0].contiguous() if len(out) == 1 else tuple(t.contiguous() for t in out)

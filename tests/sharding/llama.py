@@ -70,7 +70,7 @@ class Llama(nn.Module):
         if tied:
             self.head.weight = self.embed.weight
 
-    def forward(self, ids, labels):
+    def run_layers(self, ids):
         x = self.embed(ids)
         angles = torch.outer(
             torch.arange(ids.shape[1], device=ids.device).to(x.dtype),
@@ -83,6 +83,9 @@ class Llama(nn.Module):
                 if self.checkpointed
                 else layer(x, cos, sin)
             )
-        logits = self.head(self.norm(x)).view(-1, self.head.weight.shape[0])
+        return x
+
+    def forward(self, ids, labels):
+        logits = self.head(self.norm(self.run_layers(ids))).view(-1, self.head.weight.shape[0])
         loss = F.cross_entropy(logits, labels.view(-1))
         return loss + self.z_loss * logits.logsumexp(-1).square().mean() if self.z_loss else loss

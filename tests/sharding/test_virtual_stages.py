@@ -48,6 +48,24 @@ def test_results_lengths_and_evaluation_of_other_schedules(schedule, tmp_path):
     ranks.spawn(virtual_ranks.used_worker, (str(tmp_path / "store"), schedule), nprocs=2)
 
 
+def test_generation(tmp_path):
+    how = (str(tmp_path / "store"), {"pp": 2}, None, "Schedule1F1B")
+    ranks.spawn(virtual_ranks.generate_worker, how, nprocs=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", [s for s in SCHEDULES if s != "Schedule1F1B"])
+def test_generation_under_other_schedules(schedule, tmp_path):
+    ranks.spawn(virtual_ranks.generate_worker, (str(tmp_path / "store"), {"pp": 2}, None, schedule), nprocs=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim,plan", [("tp", "tp_sp"), ("dp", "zero3")])
+def test_generation_beside_other_dimensions(dim, plan, tmp_path):
+    how = (str(tmp_path / "store"), {"pp": 2, dim: 2}, plan, "Schedule1F1B")
+    ranks.spawn(virtual_ranks.generate_worker, how, nprocs=4)
+
+
 @pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_backward_in_parts_is_the_whole(codegen):
     model, given = virtual_ranks.model_of("small"), virtual_ranks.batch(4)

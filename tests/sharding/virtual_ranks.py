@@ -6,12 +6,14 @@ import copy
 import math
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import mindspeed_fx
 import mindspeed_fx.training.late_gradients
+from mindspeed_fx.sharding.plan import ShardingError
 from tests.sharding.llama import Llama
 
 EAGER = {"codegen": "eager"}
@@ -182,5 +184,60 @@ def used_worker(rank: int, store: str, kind: str) -> None:
         stage.submod.train()
     out = schedule.eval(**given, target=given["labels"])
     assert out is None or (out[1] - scores).abs().max() > 1e-3, "dropout"
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class Generator(Llama):
+    """Losses in training, logits in evaluation; two layers of each rank."""
+
+    def forward(self, ids, labels):
+        if self.training:
+            return super().forward(ids, labels)
+        return self.head(self.norm(self.run_layers(ids)))
+
+
+def generate_worker(rank: int, store: str, sizes: dict[str, int], plan: Any, kind: str) -> None:
+    """A step, then tokens: the likeliest, and drawn ones, equal to those of one device; no graph is kept."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.pipelining import schedules
+
+    torch.set_num_threads(1)
+    world = math.prod(sizes.values())
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    torch.manual_seed(0)
+    model, given = Generator(layers=2 if kind in SINGLE else 4).double(), batch(4, 8)
+    whole = copy.deepcopy(model).eval()
+    how = {"virtual": 1} if kind in SINGLE else {"style": STYLE.get(kind, "loop"), "virtual": 2}
+    stages = mindspeed_fx.pipeline_stages(model, mesh, plan, kwargs=given, microbatches=2, options=EAGER, **how)
+    schedule = getattr(schedules, kind)(stages[0] if kind in SINGLE else stages, 2, loss_fn=lambda x, _: x.sum())
+    schedule.step(**given, target=given["labels"])
+    for stage in stages:
+        stage.submod.eval()
+    out = schedule.eval(**given, target=given["labels"])
+    assert out is None or (not out.requires_grad and out.shape == (4, 8, 64))
+    assert not any(t.requires_grad for s in stages for outputs, _ in s.fwd_cache.values() for t in outputs)
+    for temperature in (0.0, 0.7):
+        generator = torch.Generator().manual_seed(3)
+        found = mindspeed_fx.generate(
+            schedule, given["ids"][:, :5], 3, name="ids", labels=given["labels"], temperature=temperature,
+            generator=torch.Generator().manual_seed(3),
+        )  # fmt: skip
+        ids = given["ids"].clone()
+        for end in range(5, 8):
+            logits = whole(ids, given["labels"])[:, end - 1]
+            drawn = torch.multinomial(torch.softmax(logits.float() / 0.7, -1), 1, generator=generator)[:, 0]
+            ids[:, end] = drawn if temperature else logits.argmax(-1)
+        assert torch.equal(found, ids), (temperature, found, ids)
+        assert (found[:, 5:] != given["ids"][:, 5:]).any()
+    for stage in stages:
+        stage.submod.train()
+    losses: list = []
+    schedule.step(**given, target=given["labels"], losses=losses)
+    assert len(losses) == (2 if any(s.is_last for s in stages) else 0)
+    with pytest.raises(ShardingError, match="logits of every position"):
+        mindspeed_fx.generate(schedule, given["ids"][:, :7], 1, name="ids", labels=given["labels"])
     dist.barrier()
     dist.destroy_process_group()

@@ -22,7 +22,7 @@ from mindspeed_fx.planning.search.layouts import RECOMPUTE, ZERO, Layout, meshes
 from mindspeed_fx.planning.search.layouts import microbatches as microbatch_counts
 from mindspeed_fx.planning.search.lower_bounds import LowerBounds, batch_parts
 from mindspeed_fx.planning.search.problem import Problem
-from mindspeed_fx.planning.search.schedule_choice import choose_schedule
+from mindspeed_fx.planning.search.schedules import schedules
 from mindspeed_fx.planning.search.solve import Allowed, Program, Solution, Unsayable
 from mindspeed_fx.report import progress
 from mindspeed_fx.sharding.plan import ShardingError
@@ -48,7 +48,7 @@ class Outcome:
     @property
     def gap(self) -> float:
         """How much faster than the plan found a plan of the space can be at most, as a fraction."""
-        return max(0.0, self.solutions[0].solved / self.bound - 1)
+        return max(0.0, self.solutions[0].seconds / self.bound - 1)
 
 
 def _counts(mesh: tuple[int, ...], rows: int, microbatches: int | None) -> list[int]:
@@ -121,6 +121,11 @@ def branch_and_bound(
         for m in _counts(mesh, rows, microbatches)
         for z in (zero[:2] if mesh[1] * mesh[2] * mesh[3] > 1 else ("never",))
     ]
+    offered = [
+        (dataclasses.replace(layout, schedule=name, virtual=virtual) if virtual > 1 else layout, more)
+        for layout, more in offered
+        for name, virtual in schedules(layout, layers)
+    ]
     # a bound is one for finer cuts too
     for number, (layout, more) in enumerate(sorted(offered, key=lambda o: batch_parts(o[0]))):
         progress.note("bounds", number, len(offered))
@@ -131,9 +136,6 @@ def branch_and_bound(
         raise ShardingError(f"no plan for {devices} {hw.name} fits in {memory / 2**30:.1f} GiB; {state.nearest()}")
     result = sorted(state.best.values(), key=lambda s: s.seconds)[:keep]
     bound = min(*state.bounds, result[0].seconds)
-    for solution in result:
-        choose_schedule(solution, layers, memory)
-    result.sort(key=lambda s: s.seconds)
     return Outcome(result, bound, len(factored), state.solved, state.too_large, state.times)
 
 
@@ -170,6 +172,8 @@ class _State:
         """Layouts that do not fit, with bytes that they need at least."""
         self.solved = self.too_large = 0
         self.done: set[tuple] = set()
+        self.priced: dict[Layout, Program] = {}
+        """Of each layout of a pipeline the program that was first priced."""
         self.times = {"prices": 0.0, "programs": 0.0}
         self.number = itertools.count()
         self.bounds_of = (
@@ -251,7 +255,7 @@ class _State:
                 start = time.perf_counter()
                 program = Program(self.prices, layout, self.memory, self.allowed)
                 if program.possible:
-                    program.priced()
+                    self._price(program)
                     seconds, memory = program.lower(self.lower_bounds.core(layout))
                     if memory > self.memory:
                         self._refuse(layout, memory)
@@ -287,6 +291,13 @@ class _State:
                 self.done.add((layout.mesh, layout.zero, layout.recompute))
             else:
                 self.more(layout, recompute, zero)
+
+    def _price(self, program: Program) -> None:
+        """Prices are the same under every schedule."""
+        like = dataclasses.replace(program.layout, schedule="1F1B", virtual=1)
+        program.priced(self.priced.get(like))
+        if program.layout.pp > 1:
+            self.priced.setdefault(like, program)
 
     def _refuse(self, layout: Layout, least: float) -> None:
         self.too_large += 1

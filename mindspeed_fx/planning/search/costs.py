@@ -19,6 +19,7 @@ from mindspeed_fx.cost.operators import Cost, Spec
 from mindspeed_fx.kernels.base import REGISTRY
 from mindspeed_fx.planning.search.layouts import Layout
 from mindspeed_fx.planning.search.problem import Node, Problem, Use, localize
+from mindspeed_fx.planning.search.stage_loads import layer_order, parts_of
 from mindspeed_fx.planning.search.strategy_space import SUMMED, Label, R, Strategy, StrategySpace, is_divided_by_class
 
 OPTIMIZERS = {"adam": 8, "sgd": 0, "momentum": 4}
@@ -64,9 +65,19 @@ class NodePrice:
     """Bytes at hand while it runs backward."""
     how: str = ""
     """How it is computed on cp, where there is a choice."""
+    weights: float = 0.0
+    """Seconds of :attr:`backward` for gradients of weights, which a schedule may put off."""
 
 
 NOTHING = NodePrice()
+
+
+def is_trained_product(node: Node) -> bool:
+    """Whether the backward multiplies for the gradient of a matrix of weights, which takes what the forward took."""
+    return node.op != "embedding" and any(
+        (parameter := u.value.parameter) is not None and parameter.trained and len(parameter.shape) > 1
+        for u in node.uses
+    )
 
 
 class Prices:
@@ -85,6 +96,7 @@ class Prices:
         """Of the programs of this problem (``solve.py``): values on their way; id of ``space.choices`` -> rows and
         columns.
         """
+        self.parts, self.order = parts_of(problem), layer_order(problem)
         self.stores = {
             n.name: [i for i, u in enumerate(n.uses) if u.value.parameter is not None] for n in problem.nodes
         }
@@ -121,6 +133,7 @@ class Prices:
             kept,
             transient,
             base.how,
+            base.weights,
         )
 
     def stored(self, node: Node, strategy: Strategy, layout: Layout) -> NodePrice:
@@ -173,6 +186,7 @@ class Prices:
             if best is None or forward + backward + moved < best[0]:
                 best = (forward + backward + moved, forward, backward, moved, how)
         _, result.forward, result.backward, result.moved, result.how = best
+        result.weights = min(result.forward, result.backward) if is_trained_product(node) else 0.0
         result.moved += self._inside(node, strategy, layout)
         return result
 

@@ -31,6 +31,10 @@ class Layout:
     microbatches: int = 1
     zero: str = "never"
     recompute: str = "none"
+    schedule: str = "1F1B"
+    """Of a pipeline: torch's name."""
+    virtual: int = 1
+    """Stages on a rank."""
 
     @property
     def devices(self) -> int:
@@ -40,23 +44,10 @@ class Layout:
     def mesh(self) -> tuple[int, ...]:
         return self.pp, self.dp, self.cp, self.ep, self.tp
 
-    @functools.lru_cache(maxsize=4096)
     def ranks_per_node(self, dim: str, node: int) -> tuple[int, int]:
         """Size of the group along ``dim``, and how many of it are in one machine. "data" are all ranks that hold a copy
         of a parameter (dp, cp, ep), "expert" those that hold a copy of an expert (dp, cp)."""
-        inside, size = {
-            "tp": (1, self.tp),
-            "ep": (self.tp, self.ep),
-            "cp": (self.tp * self.ep, self.cp),
-            "dp": (self.tp * self.ep * self.cp, self.dp),
-            "pp": (self.devices // self.pp, self.pp),
-            "data": (self.tp, self.dp * self.cp * self.ep),
-            "expert": (self.tp * self.ep, self.dp * self.cp),
-        }[dim]
-        near = max(1, min(size, node // inside))
-        while size % near:
-            near -= 1
-        return size, near
+        return _ranks_per_node(self.mesh, dim, node)
 
     def __str__(self) -> str:
         sizes = (
@@ -67,8 +58,27 @@ class Layout:
             [f"{self.microbatches} microbatches"] * (self.microbatches > 1)
             + [self.zero] * (self.zero != "never")
             + [f"{self.recompute} recompute"] * (self.recompute != "none")
+            + [f"{self.schedule}:{self.virtual}"] * (self.virtual > 1)
         )
         return ", ".join([sizes, *more])
+
+
+@functools.lru_cache(maxsize=8192)
+def _ranks_per_node(mesh: tuple[int, ...], dim: str, node: int) -> tuple[int, int]:
+    pp, dp, cp, ep, tp = mesh
+    inside, size = {
+        "tp": (1, tp),
+        "ep": (tp, ep),
+        "cp": (tp * ep, cp),
+        "dp": (tp * ep * cp, dp),
+        "pp": (dp * cp * ep * tp, pp),
+        "data": (tp, dp * cp * ep),
+        "expert": (tp * ep, dp * cp),
+    }[dim]
+    near = max(1, min(size, node // inside))
+    while size % near:
+        near -= 1
+    return size, near
 
 
 def divisors(n: int) -> list[int]:
@@ -134,7 +144,9 @@ MOST = 16
 
 def microbatches(pp: int, batch: int) -> list[int]:
     """Numbers of microbatches to consider for ``batch`` rows of one rank: all that divide it evenly, or ``MOST`` of
-    them; for a pipeline the smallest that fills it with two from twice the one before on, and the largest."""
+    them; for a pipeline the smallest that fills it with two from twice the one before on, the first that is a multiple
+    of its ranks, and the largest.
+    """
     fit = divisors(batch)
     if pp == 1:
         for apart in (1.25, 1.5, 2, 4):
@@ -143,7 +155,8 @@ def microbatches(pp: int, batch: int) -> list[int]:
             fit = _apart(divisors(batch), apart)
         return fit
     enough = _apart([m for m in fit if m >= pp] or fit[-1:], 2)
-    return [*enough[:3], *enough[3:][-1:]]
+    rounds = [m for m in fit if m % pp == 0]
+    return sorted({*enough[:3], *enough[3:][-1:], *rounds[:1]})
 
 
 def _apart(numbers: list[int], times: float) -> list[int]:

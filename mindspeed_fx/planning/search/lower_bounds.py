@@ -6,6 +6,7 @@ from typing import Any
 
 from mindspeed_fx.planning.search.costs import Prices
 from mindspeed_fx.planning.search.layouts import Layout
+from mindspeed_fx.planning.search.schedules import idle_at_least
 from mindspeed_fx.planning.search.solve import Allowed, Program
 
 Table = dict[int, list[float]]
@@ -39,13 +40,13 @@ class LowerBounds:
         table, parts = _coarser(tables, cut) if known else (tables.get(cut), 1)
         if table is None:
             table, parts = tables.setdefault(cut, self._worked(layout)), 1
-        turns, full, weights = layout.microbatches + layout.pp - 1, layout.recompute == "full", self._weights(layout.pp)
-        layers = sum(map(len, self.prices.problem.runs))
-        flat = max(
-            sum(weights[r] * w[0] for r, w in table.items()) / parts,
-            (-(-layers // layout.pp) / layers if layers else 1.0) * core,
-        )
-        return turns * (flat + full * sum(weights[r] * w[1] for r, w in table.items() if r >= 0) / parts)
+        full, weights = layout.recompute == "full", self._weights(layout.pp)
+        again = full * sum(weights[r] * w[1] for r, w in table.items() if r >= 0) / parts
+        forward = sum(weights[r] * w[1] for r, w in table.items()) / parts
+        flat = max(sum(weights[r] * w[0] for r, w in table.items()) / parts, core / layout.pp) + again
+        runs = self.prices.problem.runs if layout.pp > 1 else []
+        longest = [-(-len(run) // layout.pp) * (table[r][0] + full * table[r][1]) / parts for r, run in enumerate(runs)]
+        return layout.microbatches * max(flat, *longest, 0.0) + idle_at_least(layout, flat, forward)
 
     def _worked(self, layout: Layout) -> Table:
         p, choices = self.prices, self.prices.space.choices(layout, self.allowed)
@@ -81,11 +82,10 @@ class LowerBounds:
         return sum(w * x[0] for w, x in rows), sum(w * x[1] for w, x in rows)
 
     def _weights(self, pp: int) -> dict[int, float]:
-        """How often the fullest of ``pp`` stages has the operators of each run."""
+        """How often the mean of ``pp`` stages has the operators of each run."""
         if pp not in self.weights:
             runs = self.prices.problem.runs
-            layers = sum(map(len, runs))
-            self.weights[pp] = {-1: 1.0, **{r: len(run) * (-(-layers // pp) / layers) for r, run in enumerate(runs)}}
+            self.weights[pp] = {-1: 1.0 / pp, **{r: len(run) / pp for r, run in enumerate(runs)}}
         return self.weights[pp]
 
     def core(self, layout: Layout, known: bool = False) -> float:

@@ -31,10 +31,6 @@ class Move:
     staged: bool = False
     """In layers, of which a pipeline stage has a share."""
 
-    def weight(self, share: float) -> float:
-        """How often in the fullest stage."""
-        return self.times * share if self.staged else self.times
-
     @property
     def layered(self) -> bool:
         return self.value.producer.run >= 0 and self.where[0] in ("inside", "between")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mindspeed_fx.planning.search.schedule_reasons import schedule_reasons
 from mindspeed_fx.planning.search.to_plan import paddings
 
 GiB = 2**30
@@ -16,7 +17,7 @@ def format_plan(plan: Any) -> str:
     head = (
         f"modelled for {plan.searched.devices} x {hw.name} ({hw.basis}), at most "
         f"{plan.searched.memory / GiB:.1f} GiB a device; certified: no plan of {o.layouts} meshes is faster by "
-        f"more than {100 * plan.gap:.2f} %{', of pipelines under 1F1B' * (plan.layout.pp > 1)}"
+        f"more than {100 * plan.gap:.2f} %"
     )
     lines = [
         head,
@@ -47,6 +48,7 @@ def format_plan(plan: Any) -> str:
             f"  {c['module']} {c['value']}: {c['from']} -> {c['as']}, forward {c['forward'] or 'nothing'}, "
             f"backward {c['backward'] or 'nothing'}, {c['seconds'] * 1e3:.3f} ms"
         )
+    lines += schedule_reasons(plan)
     lines += [f"padded: {text}" for text in paddings(p, plan.solution)]
     if not plan.unsupported and plan.microbatches > 1:
         lines.append(f"to run it: {_loop(plan)}")

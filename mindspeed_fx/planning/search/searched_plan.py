@@ -106,8 +106,8 @@ class SearchedPlan(Plan):
 
     @property
     def gap(self) -> float:
-        """No plan of the search's space is faster by more than this fraction; of pipelines under 1F1B."""
-        return max(0.0, self.solution.solved / self.searched.outcome.bound - 1)
+        """No plan of the search's space is faster by more than this fraction."""
+        return max(0.0, self.seconds / self.searched.outcome.bound - 1)
 
     @property
     def alternatives(self) -> list["SearchedPlan"]:

@@ -8,10 +8,14 @@ once for all its readers; r[v, reader, p, t], the same for one reader. Constrain
     sum_p r[v, c, p, t] = sum of x over the strategies of reader c that want t
     y >= r
     tied parameters are placed alike
-    memory: states + kept activations * microbatches in flight + the largest operator's needs + gathered layers <= limit
+    memory, of each rank that may be the fullest: states + kept activations * microbatches in flight + the largest
+    operator's needs + gathered layers <= limit
     exposed >= gathers (reductions) - forward (backward) compute, for each kind of layer; exposed >= 0
+    of a pipeline: fullest >= a microbatch's seconds on the mean rank, on a rank with as many layers of one run as some
+    rank must have, on one with an end of the model and a layer
 
-and the objective is the modelled step time. Layers of a run share their variables. Solved by HiGHS through scipy.
+and the objective is the modelled step time, which of a pipeline is the least over all ways to deal layers to stages
+(``stage_step.py`` prices one of them). Layers of a run share their variables. Solved by HiGHS through scipy.
 """
 
 from __future__ import annotations
@@ -27,6 +31,8 @@ from mindspeed_fx.planning.search.layouts import Layout
 from mindspeed_fx.planning.search.lp_structure import KINDS, Flows, Move, kind, moves, sayable, there_and_back
 from mindspeed_fx.planning.search.problem import Edge, Node
 from mindspeed_fx.planning.search.recomputation import Recomputation
+from mindspeed_fx.planning.search.schedules import idle_at_least, idle_times
+from mindspeed_fx.planning.search.stage_loads import AFTER, BEFORE, holders
 from mindspeed_fx.planning.search.strategy_space import SUMMED, Label, R, Strategy
 
 GiB = 2.0**30
@@ -53,24 +59,19 @@ class Solution:
     """No choice in this layout is faster: the optimum of the linear relaxation."""
     memory: float
     parts: dict[str, float] = field(default_factory=dict)
-    """Seconds of a step: compute, recompute, collectives, exposed, update, bubble."""
+    """Seconds of a step on the fullest rank: compute, recompute, collectives, exposed, update, bubble."""
     bytes: dict[str, float] = field(default_factory=dict)
     """What :attr:`memory` is made of: states, kept, operator, gathered."""
     widest: Node | None = None
     """The operator that needs most at hand while it runs backward."""
-    between: float = 0.0
-    """Seconds of a step in which a rank waits for what its neighbours send, of one stage a rank."""
-    schedule: str = "1F1B:1"
-    """Of a pipeline: torch's name, and stages on a rank."""
-    solved: float = 0.0
-    """Seconds under 1F1B, of which :attr:`bound` speaks."""
-
-    def __post_init__(self) -> None:
-        self.solved = self.seconds
+    layers: tuple[int, ...] | None = None
+    """Of each stage, where that is not as equal as can be."""
+    even: float = 0.0
+    """Seconds with layers as equal as can be."""
 
     @property
     def gap(self) -> float:
-        return max(0.0, self.solved / self.bound - 1) if self.bound else 0.0
+        return max(0.0, self.seconds / self.bound - 1) if self.bound else 0.0
 
 
 class Program:
@@ -81,20 +82,38 @@ class Program:
         self.nodes = self.problem.nodes
         self.choices = prices.space.choices(layout, allowed)
         self.possible = all(self.choices.values())
-        layers = sum(map(len, self.problem.runs))
-        self.share = -(-layers // layout.pp) / layers if layers else 1.0
-        self.turns = layout.microbatches + layout.pp - 1
-        self.in_flight = min(layout.pp, layout.microbatches)
+        self.part, self.order = prices.parts, prices.order
+        self.waits = idle_times(layout)
+        self.holders = holders(layout, self.order)
+        """Ranks that may be the fullest: how many they have of each part of the model, and microbatches kept."""
         self.recomputation = Recomputation(prices, layout)
 
     # ---------------------------------------------------------------- numbers
 
     def weight(self, run: int) -> float:
-        """How often one stage has an operator of this run."""
-        return len(self.problem.runs[run]) * self.share if run >= 0 else 1.0
+        """How often the mean rank has an operator of this run."""
+        return (len(self.problem.runs[run]) if run >= 0 else 1.0) / self.layout.pp
 
-    def priced(self) -> None:
-        """Everything that is linear in the choices."""
+    def part_of(self, move: Move) -> tuple[int, float]:
+        """The part of the model that a move is in, and how often there."""
+        run = move.value.producer.run
+        if run < 0:
+            return self.part[move.value.producer], move.times
+        if not move.staged:
+            run = next((e.node.run for e in move.readers if e.node.run >= 0), -1)
+            if run < 0:
+                return self.part[move.readers[0].node], move.times
+        return run, move.times / len(self.problem.runs[run])
+
+    def priced(self, like: Program | None = None) -> None:
+        """Everything that is linear in the choices.
+
+        Args:
+            like: a program of the same layout under another schedule, whose prices are these.
+        """
+        if like is not None:
+            self.price, self.moves, self.lines, self.bytes = like.price, like.moves, like.lines, like.bytes
+            return
         self.price = {
             (n, i): self.prices.price(n, s, self.layout) for n in self.nodes for i, s in enumerate(self.choices[n])
         }
@@ -128,7 +147,7 @@ class Program:
         for n in self.nodes:
             if n.run >= 0:
                 cost[f.first[n] : f.first[n] + len(self.choices[n])] = [
-                    self.weight(n.run) / self.share * (p.forward + p.backward + p.moved)
+                    len(self.problem.runs[n.run]) * (p.forward + p.backward + p.moved)
                     for p in (self.prices.activations(n, s, self.layout) for s in self.choices[n])
                 ]
         nbytes = np.array([self.bytes[m.value] for m in self.moves])[f.of]
@@ -140,31 +159,40 @@ class Program:
 
     def lower(self, core: float = 0.0) -> tuple[float, float]:
         """Seconds and bytes that every choice in this layout needs; ``core``: see :meth:`core`."""
-        seconds, memory = self.between_stages() * self.turns / self.layout.microbatches, 0.0
-        flat = again_at_least = 0.0
-        hide = {n.run: [0.0, 0.0] for n in self.nodes}
-        redo = 1.0 if self.layout.recompute == "full" else 0.0
+        L, flat, again_at_least, forward = self.layout, 0.0, 0.0, 0.0
+        seconds, states = self.between_stages(), dict.fromkeys(self.part.values(), 0.0)
+        hide = {part: [0.0, 0.0] for part in states}
+        redo = 1.0 if L.recompute == "full" else 0.0
         for n in self.nodes:
             w, mine = self.weight(n.run), [self.price[n, i] for i in range(len(self.choices[n]))]
-            again = redo if n.run >= 0 else 0.0
+            least = min(p.forward for p in mine)
             seconds += w * min(p.update for p in mine)
             flat += w * min(p.forward + p.backward + p.moved for p in mine)
-            again_at_least += w * again * min(p.forward for p in mine)
-            memory += w * min(p.state for p in mine)
-            hide[n.run][0] += w * min(p.gather - p.forward for p in mine)
-            hide[n.run][1] += w * min(p.reduce - p.backward for p in mine)
-        seconds += self.turns * (max(flat, self.share * core) + again_at_least)
-        memory += max(min(self.price[n, i].transient for i in range(len(self.choices[n]))) for n in self.nodes)
+            forward += w * least
+            again_at_least += w * least * (redo if n.run >= 0 else 0.0)
+            states[self.part[n]] += min(p.state for p in mine)
+            hide[self.part[n]][0] += w * min(p.gather - p.forward for p in mine)
+            hide[self.part[n]][1] += w * min(p.reduce - p.backward for p in mine)
+        steady = max(flat, core / L.pp) + again_at_least
+        seconds += L.microbatches * steady + idle_at_least(L, steady, forward)
+        transient = max(min(self.price[n, i].transient for i in range(len(self.choices[n]))) for n in self.nodes)
+        kept: dict[int, float] = dict.fromkeys(states, 0.0)
         for move in self.moves:
-            n = self.bytes[move.value] / self.layout.tp
-            kept = min(
+            n = self.bytes[move.value] / L.tp
+            least = min(
                 self.recomputation.keeps(move, R, SUMMED, 0.0, n)[0],
                 self.recomputation.keeps(
                     move, move.value.dims[0][0] if move.value.dims and move.value.dims[0] else R, R, 0.0, n
                 )[0],
             )
-            memory += move.weight(self.share) * self.in_flight * min(n, kept)
-        often = self.layout.microbatches if self.layout.zero == "zero3" else 1
+            part, times = self.part_of(move)
+            kept[part] += times * min(n, least)
+        memory = max(
+            sum(count * (states.get(part, 0.0) + held * kept.get(part, 0.0)) for part, count in mine.items())
+            for mine, held in self.holders
+        )
+        memory += transient if L.pp == 1 else 0.0
+        often = L.microbatches if L.zero == "zero3" else 1
         return seconds + often * sum(max(0.0, x) for pair in hide.values() for x in pair), memory
 
     def move_costs(self, move: Move, p: Label, t: Label, readers: list[Edge]) -> tuple[float, float, float] | None:
@@ -202,24 +230,25 @@ class Program:
                 return None
             bound, x = optimum
             matrix = relaxed.matrix
-        self.slack = float((matrix @ x)[-1]) < upper[-1] * (1 - 1e-6)
+        limits = len(self.holders)
+        self.slack = bool(((matrix @ x)[-limits:] < upper[-limits:] * (1 - 1e-6)).all())
         chosen = {}
         for node in self.nodes:
             values = x[first[node] : first[node] + len(self.choices[node])]
             chosen[node] = int(np.argmax(values))
             self.fractional = self.fractional or float(values.max()) < 1 - 1e-6
-        return bound + self.between_stages() * self.turns / self.layout.microbatches, chosen
+        return bound + self.between_stages(), chosen
 
     def least_memory(self) -> Solution | None:
         """The choice that needs the least memory, whatever it takes; None where rounding makes none."""
         self.limit = 1e30
         _, rows, lower, upper, n, _, first = self._matrix()
         cost = np.zeros(n)
-        last = len(lower) - 1
+        limits = len(lower) - len(self.holders)
         for r, column, value in zip(*rows):
-            if r == last:
+            if r == limits:
                 cost[column] = value
-        upper[last] = np.inf
+        upper[limits:] = np.inf
         if (optimum := Linear(rows, lower, upper, n).minimum(cost)) is None:
             return None
         chosen = {
@@ -229,6 +258,12 @@ class Program:
             return self.evaluate(chosen, 0.0)
         except Unsayable:
             return None
+
+    def evaluate(self, chosen: dict[Node, int], bound: float) -> Solution:
+        """The modelled step of one choice."""
+        from mindspeed_fx.planning.search.stage_step import evaluate
+
+        return evaluate(self, chosen, bound)
 
     def _matrix(self) -> tuple:
         L, f = self.layout, self.flows
@@ -245,20 +280,40 @@ class Program:
             low.append(lo)
             up.append(hi)
 
-        memory_columns: list[int] = []
-        memory_values: list[float] = []
-        segments = sorted({n.run for n in self.nodes})
+        limits: list[tuple[list[int], list[float]]] = [([], []) for _ in self.holders]
+        work: dict[int, tuple[list[int], list[float]]] = {}
+        """Of each part of the model: columns, and their seconds of one microbatch in one of its layers."""
+        waits, m = self.waits, L.microbatches
+        segments = sorted(set(self.part.values()))
         hide: dict[int, tuple[list, list, list, list]] = {k: ([], [], [], []) for k in segments}
+
+        def enter(column: int, part: int, times: float, seconds: float, idle: float, state: float, kept: float) -> None:
+            """A choice in each layer of a part."""
+            w = times * self.weight(max(part, -1))
+            cost[column] = w * (idle if L.pp > 1 else m * seconds)
+            mine = work.setdefault(part, ([], []))
+            mine[0].append(column)
+            mine[1].append(times * seconds)
+            for (counts, held), (columns, values) in zip(self.holders, limits):
+                if (nbytes := counts.get(part, 0) * times * (state + held * kept)) > 0:
+                    columns.append(column)
+                    values.append(nbytes / GiB)
+
         for n in self.nodes:
             w, again = self.weight(n.run), self.recomputation.again(n)
             for i in range(len(self.choices[n])):
                 p, column = self.price[n, i], first[n] + i
-                cost[column] = w * (self.turns * (p.forward * (1 + again) + p.backward + p.moved) + p.update)
-                memory_columns.append(column)
-                memory_values.append(w * (p.state + self.in_flight * p.kept * (not again)))
+                idle = (
+                    waits[0] * (p.forward + p.moved / 2)
+                    + waits[1] * (p.backward - p.weights + p.moved / 2 + p.forward * again)
+                    + waits[2] * p.weights
+                )
+                seconds = p.forward * (1 + again) + p.backward + p.moved
+                enter(column, self.part[n], 1.0, seconds, idle, p.state, p.kept * (not again))
+                cost[column] += w * p.update
                 for k, value in enumerate((w * (p.forward - p.gather), w * (p.backward - p.reduce))):
-                    hide[n.run][2 * k].append(column)
-                    hide[n.run][2 * k + 1].append(value)
+                    hide[self.part[n]][2 * k].append(column)
+                    hide[self.part[n]][2 * k + 1].append(value)
         for pair, k, j in zip(f.pairs, f.forth, f.back):
             move = self.moves[pair.move]
             n = self.bytes[move.value]
@@ -266,16 +321,16 @@ class Program:
             kept, redo = self.recomputation.keeps(
                 move, pair.p, pair.t, a + b * n, n / (L.tp if isinstance(pair.t, int) else 1)
             )
-            weight = move.weight(self.share)
-            cost[pair.column] = weight * self.turns * (a + b * n + c + d * n + redo)
-            if kept:
-                memory_columns.append(pair.column)
-                memory_values.append(weight * self.in_flight * kept)
-        for run in segments:
+            moved = a + b * n + c + d * n
+            idle = waits[0] * moved / 2 + waits[1] * (moved / 2 + redo)
+            enter(pair.column, *self.part_of(move), moved + redo, idle, 0.0, kept)
+        for part in segments:
             for k, once in ((0, L.zero != "zero3"), (1, L.zero != "zero3")):
-                columns, values = hide[run][2 * k], hide[run][2 * k + 1]
+                columns, values = hide[part][2 * k], hide[part][2 * k + 1]
                 cost.append(1.0 if once else float(L.microbatches))
                 row([*columns, len(cost) - 1], [*values, 1.0], 0, np.inf)
+        if L.pp > 1:
+            self._fullest(cost, work, row)
         largest = len(cost)
         cost.append(0.0)
         for n in self.nodes:
@@ -286,97 +341,46 @@ class Program:
                 0,
                 np.inf,
             )
+        needs = [largest]
         if L.zero == "zero3":
             whole = len(cost)
             cost.append(0.0)
-            for run in segments:
+            for part in segments:
                 mine = [
                     (first[n] + i, -2 * self.price[n, i].gathered / GiB)
                     for n in self.nodes
-                    if n.run == run
+                    if self.part[n] == part
                     for i in range(len(self.choices[n]))
                     if self.price[n, i].gathered
                 ]
                 row([c for c, _ in mine] + [whole], [v for _, v in mine] + [1.0], 0, np.inf)
-            memory_columns.append(whole)
-            memory_values.append(GiB)
-        memory_columns.append(largest)
-        memory_values.append(GiB)
-        row(memory_columns, [v / GiB for v in memory_values], -np.inf, self.limit / GiB)  # last: see slack
+            needs.append(whole)
+        for columns, values in limits:  # last: see slack
+            row([*columns, *needs], [*values, *(1.0 for _ in needs)], -np.inf, self.limit / GiB)
         integrality = np.zeros(len(cost))
         integrality[: f.choices_end] = 1
         return np.array(cost), (rr, cc, vv), np.array(low), np.array(up), len(cost), integrality, first
 
-    # ---------------------------------------------------------------- what a choice costs
-
-    def evaluate(self, chosen: dict[Node, int], bound: float) -> Solution:
-        """The modelled step of one choice, added up by itself and not taken from the solver."""
-        L, parts = (
-            self.layout,
-            dict.fromkeys(("compute", "recompute", "collectives", "exposed", "update", "bubble"), 0.0),
-        )
-        state = kept = 0.0
-        widest = max(chosen, key=lambda n: self.price[n, chosen[n]].transient)
-        gathered: dict[int, float] = {}
-        hide = {n.run: [0.0, 0.0] for n in self.nodes}
-        for n, i in chosen.items():
-            p, w, again = self.price[n, i], self.weight(n.run), self.recomputation.again(n)
-            parts["compute"] += w * L.microbatches * (p.forward + p.backward)
-            parts["recompute"] += w * L.microbatches * p.forward * again
-            parts["collectives"] += w * L.microbatches * p.moved
-            parts["update"] += w * p.update
-            state += w * p.state
-            kept += w * p.kept * (not again)
-            gathered[n.run] = gathered.get(n.run, 0.0) + 2 * p.gathered
-            hide[n.run][0] += w * (p.gather - p.forward)
-            hide[n.run][1] += w * (p.reduce - p.backward)
-        strategies = {n: self.choices[n][i] for n, i in chosen.items()}
-        moved = []
-        for move in self.moves:
-            p = strategies[move.value.producer].outs[move.value.index]
-            for t in dict.fromkeys(strategies[e.node].ins[e.argument] for e in move.readers):
-                costs = self.move_costs(move, p, t, move.readers)
-                if costs is None:
-                    raise Unsayable(f"{move.value.name} cannot go from {p} to {t}")
-                forth, back, nbytes = costs
-                bytes_kept, redo = self.recomputation.keeps(move, p, t, forth, nbytes)
-                parts["collectives"] += move.weight(self.share) * L.microbatches * (forth + back)
-                parts["recompute"] += move.weight(self.share) * L.microbatches * redo
-                kept += move.weight(self.share) * bytes_kept
-                moved.append((move, p, t, forth + back + redo, bytes_kept))
-        between = self.between_stages()
-        parts["collectives"] += between
-        steady = parts["compute"] + parts["recompute"] + parts["collectives"]
-        parts["bubble"] = steady * (L.pp - 1) / L.microbatches
-        parts["exposed"] = sum(max(0.0, x) for pair in hide.values() for x in pair) * (
-            L.microbatches if L.zero == "zero3" else 1
-        )
-        stored = {
-            "states": state,
-            "kept": self.in_flight * kept,
-            "operator": self.price[widest, chosen[widest]].transient,
-            "gathered": max(gathered.values()),
-        }
-        memory, seconds = sum(stored.values()), sum(parts.values())
-        return Solution(
-            L,
-            strategies,
-            {n: self.price[n, i] for n, i in chosen.items()},
-            moved,
-            seconds,
-            bound,
-            memory,
-            parts,
-            stored,
-            widest,
-            between,
-        )
+    def _fullest(self, cost: list[float], work: dict[int, tuple[list[int], list[float]]], row: Callable) -> None:
+        """A column for the seconds of a microbatch on the fullest rank, and rows that keep it above what some rank must
+        have however layers are dealt.
+        """
+        runs, pp, fullest = self.problem.runs, self.layout.pp, len(cost)
+        cost.append(float(self.layout.microbatches))
+        least = [{part: self.weight(max(part, -1)) for part in work}]
+        least += [{run: float(-(-len(mine) // pp))} for run, mine in enumerate(runs) if len(mine) >= pp]
+        least += [{end: 1.0, run: 1.0} for end, run in ((BEFORE, self.order[0]), (AFTER, self.order[-1]))]
+        for counts in least:
+            columns = [c for part in counts for c in work.get(part, ((), ()))[0]]
+            values = [-n * v for part, n in counts.items() for v in work.get(part, ((), ()))[1]]
+            row([*columns, fullest], [*values, 1.0], 0, np.inf)
 
     def between_stages(self) -> float:
-        """Seconds of a step in which a stage waits for its neighbours, without the bubble."""
+        """Seconds of a step in which a rank waits for its neighbours, without the bubble."""
         if self.layout.pp == 1:
             return 0.0
         n = max(
             (self.prices.space.nbytes(m.value, self.layout) for m in self.moves if m.where[0] == "between"), default=0.0
         )
-        return 2 * self.layout.microbatches * self.prices.seconds("send_recv", n, self.layout, "pp")
+        each = self.prices.seconds("send_recv", n, self.layout, "pp")
+        return 2 * self.layout.microbatches * self.layout.virtual * each

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mindspeed_fx.planning.search.problem import Edge, Node, Parameter, Problem
+from mindspeed_fx.planning.search.stage_loads import whole_sizes
 from mindspeed_fx.planning.search.strategy_space import SUMMED, Label, P, R
 from mindspeed_fx.sharding.parallelized_graph import argument_name
 from mindspeed_fx.sharding.plan import Boundary, parse_placement
@@ -56,6 +57,12 @@ def paddings(problem: Problem, solution: Any) -> list[str]:
     return list(dict.fromkeys(results))
 
 
+def _schedule(problem: Problem, solution: Any) -> str:
+    """A plan's words: name, stages on a rank, and layers of each stage where they are dealt by time."""
+    words = f"{solution.layout.schedule}:{solution.layout.virtual}"
+    return f"{words}:{'+'.join(map(str, whole_sizes(problem, solution.layers)))}" if solution.layers else words
+
+
 class _Emitter:
     def __init__(self, problem: Problem, solution: Any):
         self.problem, self.solution, self.layout = problem, solution, solution.layout
@@ -101,7 +108,7 @@ class _Emitter:
             "gather": gather,
             "recompute": L.recompute if L.recompute != "none" else None,
             "microbatches": L.microbatches,
-            "schedule": self.solution.schedule if L.pp > 1 else None,
+            "schedule": _schedule(self.problem, self.solution) if L.pp > 1 else None,
             "keep_whole": bool(paddings(self.problem, self.solution)),
         }
         return results, list(dict.fromkeys(self.wrong))
