@@ -179,11 +179,21 @@ def compile_alone(module: torch.nn.Module, **settings: Any) -> None:
 def before_compiled_calls(module: torch.nn.Module, function: Callable[[], None]) -> None:
     """Call ``function`` before every call of a compiled module, outside of its graphs (hooks of the module are
     inside)."""
+
+    def called(call: Callable[[], Any]) -> Any:
+        function()
+        return call()
+
+    around_compiled_calls(module, called)
+
+
+def around_compiled_calls(module: torch.nn.Module, function: Callable[[Callable[[], Any]], Any]) -> None:
+    """Have ``function`` make every call of a compiled module, which it gets without arguments, outside of its
+    graphs."""
     call = module._compiled_call_impl
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        function()
-        return call(*args, **kwargs)
+        return function(lambda: call(*args, **kwargs))
 
     module._compiled_call_impl = called
 

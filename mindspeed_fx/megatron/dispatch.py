@@ -80,8 +80,7 @@ def capacity(layer: Any, routing_map: Tensor) -> int | None:
 def _by_gathering(layer: Any, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> Tensor:
     """Every rank sees all tokens, and takes those that its experts were chosen for."""
     group, local = layer.token_dispatcher.tp_ep_group, _local_experts(layer)
-    whole = collectives.gather(routing_map, group)
-    adaptive_memory.choose(layer, whole.sum(0))
+    whole = adaptive_memory.choose(layer, collectives.gather(routing_map, group))
     here = whole[:, local]
     share = collectives.gather_from_sequence_parallel_region(probs, group=group)[:, local]
     tokens = collectives.gather_from_sequence_parallel_region(tokens, group=group)
@@ -169,8 +168,7 @@ def _exchange_counts(layer: Any, routing_map: Tensor) -> tuple[Tensor, list[int]
         coming = torch.full((ranks, number), padded, device=routing_map.device)
         return coming, [padded * number] * ranks, [padded * number] * ranks
     counts = routing_map.sum(0)
-    of_ranks = collectives.gather(counts, group).view(ranks, -1)
-    adaptive_memory.choose(layer, of_ranks.sum(0))
+    of_ranks = adaptive_memory.choose(layer, collectives.gather(counts, group).view(ranks, -1))
     return sizes(layer, of_ranks, counts)[:3]
 
 

@@ -83,7 +83,7 @@ def _forward(self: Any, hidden_states: Tensor, padding_mask: Tensor | None) -> T
     elif dispatch.is_needed(self):
         summed = dispatch.routed(self, tokens, routing_map, probs, dropless)
     else:
-        adaptive_memory.choose(self, routing_map.sum(0))
+        routing_map = adaptive_memory.choose(self, routing_map)
         summed = (_dropless if dropless else _with_capacity)(self, tokens, routing_map, probs)
     summed = (summed if returned is None else summed + returned).view(hidden_states.shape)
     return summed if shared is None else summed + shared

@@ -12,6 +12,11 @@ where the first channels of q and k are rotated. It learns from a loss of its ow
     KL(a || softmax(score)) over the chosen t,  a_t = attention to t, added up over heads, over its sum.
 
 The Hadamard rotation that MindSpeed-LLM puts before quantization is orthogonal: scores are the same without it.
+
+By default choice and attention are a mask over all keys. With MindSpeed's flags for its fused operators they are
+operators, by which no tensor of tokens times tokens is made and attention reads the chosen keys alone
+(``mindspeed::lightning_indexer``, ``mindspeed::sparse_attention``); its keys are then the latent of all heads
+(:mod:`absorbed_attention`) where that is asked for too.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mindspeed_fx.megatron import collectives, index_sharing
+from mindspeed_fx.megatron import absorbed_attention, collectives, index_sharing
 from mindspeed_fx.megatron.groups import current_device, size
 
 EPSILON = 1e-8
@@ -44,6 +49,8 @@ class Settings:
         topk: tokens that a token sees at most.
         pairs_neighbours: whether channels 2i and 2i+1 are rotated together; else i and i + half.
         loss_coefficient: of its loss.
+        by_operators: attention reads the chosen keys alone.
+        absorbed: all heads share one key, the latent; by operators alone.
     """
 
     heads: int
@@ -51,16 +58,32 @@ class Settings:
     topk: int
     pairs_neighbours: bool
     loss_coefficient: float
+    by_operators: bool = False
+    absorbed: bool = False
+
+
+BY_OPERATORS = (
+    "use_fused_lightning_indexer",
+    "use_fused_lightning_indexer_loss",
+    "use_fused_lightning_indexer_kl_loss",
+    "use_sparse_flash_attn",
+    "use_fused_sparse_flash_attention",
+)
+ABSORBED = ("enable_mla_absorb", "use_dsa_absorb")
+"""Arguments of MindSpeed's flags."""
 
 
 def settings_of(args: Namespace) -> Settings:
     """Of MindSpeed-LLM's flags."""
+    absorbed = any(getattr(args, name, False) for name in ABSORBED)
     return Settings(
         args.index_n_heads,
         args.index_head_dim,
         args.index_topk,
         args.apply_rope_no_in_complex,
         args.indexer_loss_coeff,
+        absorbed or any(getattr(args, name, False) for name in BY_OPERATORS),
+        absorbed,
     )
 
 
@@ -95,14 +118,26 @@ class Indexer(nn.Module):
             x: [seq, batch, hidden].
             latent: [seq, batch, q_lora_rank].
         """
+        q, k, weights = self.factors(x, latent)
+        kind = torch.promote_types(q.dtype, torch.float32)
+        products = torch.einsum("sbhd,tbd->bhst", q.to(kind), k.to(kind)).relu()
+        return (products * weights.permute(1, 2, 0).unsqueeze(-1)).sum(1)
+
+    def choose(self, x: Tensor, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """The scores of the chosen earlier tokens of every token, minus infinity where there are fewer, and their
+        places, int32, -1 there: [batch, seq, topk], of the arguments of :meth:`forward`.
+        """
+        q, k, weights = (t.transpose(0, 1).contiguous() for t in self.factors(x, latent))
+        count = min(self.settings.topk, x.shape[0])
+        return torch.ops.mindspeed.lightning_indexer(q, k, weights.to(q.dtype), count)
+
+    def factors(self, x: Tensor, latent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [seq, batch, heads, width], keys [seq, batch, width] and weights [seq, batch, heads]."""
         heads, width = self.settings.heads, self.settings.width
         angles, factor = self._angles(x.shape[0])
         q = self._rotate(self.wq_b(latent).view(*latent.shape[:-1], heads, width), angles, factor)
         k = self._rotate(self._norm(self.wk(x)).unsqueeze(2), angles, factor).squeeze(2)
-        weights = self.weights_proj(x) * (heads * width) ** -0.5
-        kind = torch.promote_types(q.dtype, torch.float32)
-        products = torch.einsum("sbhd,tbd->bhst", q.to(kind), k.to(kind)).relu()
-        return (products * weights.permute(1, 2, 0).unsqueeze(-1)).sum(1)
+        return q, k, self.weights_proj(x) * (heads * width) ** -0.5
 
     def _norm(self, k: Tensor) -> Tensor:
         kind = torch.promote_types(k.dtype, torch.float32)
@@ -153,6 +188,8 @@ class SparseAttention(nn.Module):
         super().__init__()
         self.config, self.settings, self.softmax_scale, self.place = config, settings, softmax_scale, place
         self.indexer, self.tp_group = indexer, group
+        self.absorbed: tuple[Any, ...] = ()
+        """The latent attention that this is the core of, where its up-projections are absorbed."""
 
     def forward(
         self,
@@ -174,6 +211,8 @@ class SparseAttention(nn.Module):
             x: the layer's normed input [seq / ranks, batch, hidden]; qr: latent of its queries.
         """
         shared = attention_mask if isinstance(attention_mask, index_sharing.Shared) else index_sharing.Shared(None)
+        if self.settings.by_operators:
+            return self._by_operators(query, key, value, shared, x, qr)
         length = query.shape[0]
         future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
         scores = None
@@ -188,16 +227,43 @@ class SparseAttention(nn.Module):
         out = out.permute(2, 0, 1, 3).flatten(2)
         if scores is None or not (self.training and torch.is_grad_enabled()) or not self.settings.loss_coefficient:
             return out
-        loss = self._loss(scores, shared.indices, self._target(q.detach(), k.detach(), seen))
+        target = self._target(q.detach(), k.detach(), seen).gather(-1, shared.indices)
+        loss = self._loss(scores.gather(-1, shared.indices), target)
         return attach_loss(out, loss, self.place, self.config)
+
+    def _by_operators(
+        self, query: Tensor, key: Tensor, value: Tensor, shared: index_sharing.Shared, x: Tensor, qr: Tensor
+    ) -> Tensor:
+        """:meth:`forward` without a mask."""
+        scores = None
+        if self.indexer is not None:
+            scores, shared.indices = self.indexer.choose(*self._whole(x.detach(), qr.detach()))
+        if shared.indices is None:
+            raise RuntimeError("no earlier layer has chosen what this one sees")
+        q, k, v = (t.transpose(0, 1) for t in (query, key, value))
+        values = None if self.settings.absorbed else v
+        out, sums = torch.ops.mindspeed.sparse_attention(q, k, values, shared.indices, self.softmax_scale, v.shape[-1])
+        out = out.transpose(0, 1)
+        (attention,) = self.absorbed or (None,)
+        out = out.flatten(2) if attention is None else absorbed_attention.values_of(attention, out)
+        if scores is None or not (self.training and torch.is_grad_enabled()) or not self.settings.loss_coefficient:
+            return out
+        operands = q.detach(), k.detach(), shared.indices, sums.detach(), self.softmax_scale
+        target = torch.ops.mindspeed.chosen_weights(*operands)
+        target = collectives.all_reduce(target, self.tp_group) if size(self.tp_group) > 1 else target
+        return attach_loss(out, self._loss(scores, target), self.place, self.config)
 
     def _scores(self, x: Tensor, latent: Tensor) -> Tensor:
         assert self.indexer is not None
+        return self.indexer(*self._whole(x, latent))
+
+    def _whole(self, x: Tensor, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Of all tokens."""
         if self.config.sequence_parallel and size(self.tp_group) > 1:
             from megatron.core.tensor_parallel import mappings
 
             x, latent = (mappings.gather_from_sequence_parallel_region(t, group=self.tp_group) for t in (x, latent))
-        return self.indexer(x, latent)
+        return x, latent
 
     def _target(self, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
         """What all heads attend to, added up: [batch, seq, seq], without a gradient."""
@@ -207,9 +273,10 @@ class SparseAttention(nn.Module):
             heads = scores.masked_fill(~seen.unsqueeze(1), float("-inf")).softmax(-1).sum(1)
             return collectives.all_reduce(heads, self.tp_group) if size(self.tp_group) > 1 else heads
 
-    def _loss(self, scores: Tensor, indices: Tensor, target: Tensor) -> Tensor:
-        likely = scores.gather(-1, indices).softmax(-1) + EPSILON
-        wanted = functional.normalize(target.gather(-1, indices), p=1.0, dim=-1) + EPSILON
+    def _loss(self, scores: Tensor, target: Tensor) -> Tensor:
+        """Of the chosen tokens' scores and what they are to be like, [batch, seq, topk]."""
+        likely = scores.softmax(-1) + EPSILON
+        wanted = functional.normalize(target, p=1.0, dim=-1) + EPSILON
         return (wanted * (wanted.log() - likely.log())).sum(-1).mean() * self.settings.loss_coefficient
 
 
@@ -284,3 +351,6 @@ def _make_sparse(attention: Any, settings: Settings, place: int, is_sharing: boo
     attention.core_attention = SparseAttention(
         config, indexer, settings, attention.softmax_scale, attention.tp_group, place
     )
+    if settings.absorbed:
+        attention.core_attention.absorbed = (attention,)  # in a tuple, so that it is not a part of this module too
+        absorbed_attention.absorb(attention)

@@ -17,6 +17,10 @@ from mindspeed_fx.planning.verify_device.operators import calls
 
 SIZES = (2, 10, 4, 2, 4, 8)
 NOT_ONCE = {
+    "lightning_indexer_backward",
+    "sparse_attention",
+    "sparse_attention_backward",
+    "chosen_weights",
     "linear_logsumexp",
     "linear_logsumexp_backward",
     "linear_cross_entropy_total",

@@ -63,6 +63,12 @@ def cases():
         )
     for iterations in (1, 5):
         yield f"sinkhorn_knopp-{iterations}", ops.sinkhorn_knopp.default, (double(2, 3, 4, 4), iterations, 1e-3)
+    chosen = torch.tensor([[[0, -1], [1, 0], [0, 2]], [[0, -1], [1, -1], [2, 1]]], dtype=torch.int32)
+    yield "lightning_indexer", ops.lightning_indexer.default, (double(2, 3, 2, 4), double(2, 4, 4), double(2, 3, 2), 2)
+    for keys, values in ((1, None), (2, 5)):
+        v = None if values is None else double(2, 3, keys, values)
+        q, k = double(2, 3, 2, 4), double(2, 3, keys, 4)
+        yield f"sparse_attention-{keys}", ops.sparse_attention.default, (q, k, v, chosen, 0.3, values or 3)
     for interleaved in (True, False):
         yield (
             f"rope-{interleaved}",

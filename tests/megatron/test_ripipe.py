@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mindspeed_fx.cost.pipeline import Parts, play_stages
 from mindspeed_fx.megatron import ripipe
 
 
@@ -79,3 +80,47 @@ def test_what_is_kept_at_once(ranks, stages):
         advance, again = interleaved(ranks, rank, stages, microbatches, None)
         is_last = rank == ranks - 1
         assert again == (stages - is_last) * microbatches
+
+
+def orders(ranks, stages, microbatches, ahead):
+    """Groups of actions of every rank in Megatron's order, for :func:`mindspeed_fx.cost.pipeline.play_stages`: a chunk
+    runs again before its gradient is waited for ("R", then "I"), or within its backward ("B")."""
+    from megatron.core.pipeline_parallel.schedules import get_schedule_table
+
+    of_ranks = []
+    for rank in range(ranks):
+        table = get_schedule_table(microbatches, stages, ranks)
+        backwards = [(stages - 1 - chunk, number) for number, chunk in table]
+        run = ripipe.Run([chunk for chunk, _ in backwards], stages, None, [True] * stages)
+        decoder, order = SimpleNamespace(input_tensor=torch.zeros(1, requires_grad=True)), []
+        warmup = min(2 * (ranks - rank - 1) + (stages - 1) * ranks, len(table))
+        for k in range(len(table) + warmup):
+            if k < len(table):
+                number, chunk = table[k]
+                run.forward(chunk, lambda: torch.zeros(1), decoder)
+                order.append((("F", chunk * ranks + rank, number),))
+            if k >= warmup:
+                chunk, number = backwards[run.done]
+                stage = chunk * ranks + rank
+                if ahead and run.next_pass() is not None:
+                    order.append((("R", stage, number),))
+                order.append((("I" if ahead else "B", stage, number),))
+                run.end_backward()
+        of_ranks.append(order)
+    return of_ranks
+
+
+def bubble(ranks, stages, microbatches, forward, backward, ahead):
+    """Time that the step lasts beyond a rank's work; a recomputation lasts as long as a forward."""
+    parts = [Parts(forward, forward, backward, 0)] * (ranks * stages)
+    played = play_stages(orders(ranks, stages, microbatches, ahead), parts)
+    return played.seconds - microbatches * stages * (2 * forward + backward)
+
+
+@pytest.mark.parametrize("forward, backward", [(1, 2), (2, 3), (1, 4)])
+@pytest.mark.parametrize("ranks, stages", [(2, 2), (4, 2), (4, 3), (8, 2)])
+def test_the_bubble_by_event_order(ranks, stages, forward, backward):
+    """(p - 1)(F + R + B) in the backward, (p - 1)(F + B) before the gradient arrives."""
+    within = bubble(ranks, stages, 2 * ranks, forward, backward, False)
+    assert within == (ranks - 1) * (2 * forward + backward)
+    assert bubble(ranks, stages, 2 * ranks, forward, backward, True) == (ranks - 1) * (forward + backward)

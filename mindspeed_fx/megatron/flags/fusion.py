@@ -231,20 +231,5 @@ FLAGS = [
         default=True,
         skip=True,
     ),
-    switch(
-        "--use-dsa-absorb",
-        REFUSED,
-        "up-projections of sparse attention absorbed into its products",
-        "remove it: the same values, without the absorbed products",
-        skip=True,
-    ),
-    *(
-        switch(name, REFUSED, "a fused operator of sparse attention", "remove it: left to generated code", skip=True)
-        for name in (
-            "--use-fused-lightning-indexer",
-            "--use-fused-lightning-indexer-kl-loss",
-            "--use-fused-sparse-flash-attention",
-        )
-    ),
 ]
 """Rows of the table."""

@@ -318,14 +318,6 @@ FLAGS = [
     ),
     _absent("--share-kvstates", "layers share keys and values"),
     _absent("--input-layernorm-in-fp32", "the first norm of a layer in float32"),
-    switch(
-        "--enable-mla-absorb",
-        REFUSED,
-        "up-projections of latent attention absorbed into its products",
-        "remove it: the same values, without the absorbed products",
-        skip=True,
-        llm=True,
-    ),
     Flag(
         "--input-jitter",
         REFUSED,

@@ -65,6 +65,58 @@ def _refuse_beside_sharing(args: Namespace) -> None:
         raise NotDone("layers that do nothing are left out here, and would be counted; remove --noop-layers")
 
 
+def _by_operators(args: Namespace) -> str:
+    if llm_deepseek4.is_asked(args):
+        return "DeepSeek-V4's entries are chosen and seen under a mask: the same values, all scores are made"
+    if not get(args, "enable_dsa_indexer"):
+        return f"no effect without {DSA}"
+    return "attention reads the chosen keys alone: mindspeed::lightning_indexer, mindspeed::sparse_attention"
+
+
+def _absorbed(args: Namespace) -> str:
+    _refuse_others(args)
+    if "mla_up_proj" in (get(args, "recompute_modules") or []) or get(args, "recompute_mla_up_proj"):
+        raise NotDone("up-projections are not made at all there; remove their recomputation")
+    for name in ("apply_rope_fusion", "cache_mla_latents"):
+        if get(args, name):
+            raise NotDone(f"--{name.replace('_', '-')} has queries and keys of its own; remove one of the two")
+    return "all heads share one key and one value, the latent; attention reads the chosen ones alone"
+
+
+def _refuse_others(args: Namespace) -> None:
+    if not get(args, "enable_dsa_indexer"):
+        raise NotDone(f"{DSA} is what it is about; attention to all keys has more work in this form")
+    if llm_deepseek4.is_asked(args):
+        raise NotDone("DeepSeek-V4's attention sees entries of its own; remove it")
+
+
+def _operators(name: str, llm: bool = False) -> Flag:
+    return switch(
+        name,
+        OPTION,
+        "a fused operator of sparse attention",
+        "choice, attention and the target of the indexer's loss are operators that make no tensor of tokens times "
+        "tokens and read the chosen keys alone, one such flag as all (not in DeepSeek-V4's layers)",
+        act=_by_operators,
+        shown_by="test_sparse_attention.py::test_operators_are_the_mask",
+        llm=llm,
+    )
+
+
+def _absorb(name: str, llm: bool = False) -> Flag:
+    return switch(
+        name,
+        OPTION,
+        "up-projections of latent attention absorbed into its products",
+        "the same values: queries and results are multiplied by the up-projections of keys and values, and attention "
+        "to the chosen tokens, by operators, reads the latent; an error without --enable-dsa-indexer",
+        act=_absorbed,
+        shown_by="test_sparse_attention.py::test_operators_are_the_mask",
+        skip=True,
+        llm=llm,
+    )
+
+
 def _wide_norms(args: Namespace) -> str:
     if not (get(args, "bf16") or get(args, "fp16")):
         return "no effect without --bf16 or --fp16"
@@ -104,8 +156,13 @@ FLAGS = [
     _setting("--indexer-loss-coeff", 1.0, float),
     _setting("--indexer-qk-quant-scheme", None, str),
     _setting("--no-use-sparse-c8-indexer"),
-    _setting("--use-fused-lightning-indexer-loss"),
-    _setting("--use-sparse-flash-attn"),
+    _operators("--use-fused-lightning-indexer"),
+    _operators("--use-fused-lightning-indexer-kl-loss"),
+    _operators("--use-fused-sparse-flash-attention"),
+    _operators("--use-fused-lightning-indexer-loss", llm=True),
+    _operators("--use-sparse-flash-attn", llm=True),
+    _absorb("--enable-mla-absorb", llm=True),
+    _absorb("--use-dsa-absorb"),
     _setting("--scale-fmt", None, str),
     _setting("--max-batch-size", 4, int),
     switch(

@@ -216,7 +216,9 @@ FLAGS = [
         OPTION,
         "layers of experts recomputed in steps in which one has many tokens",
         "such a layer keeps nothing for the backward; the same values; an eager layer decides by its own counts, a "
-        "compiled chunk by those of its last call, with a graph for each way",
+        "compiled chunk by those of its last call, with a graph for each way, and in the first such call stops and "
+        "begins again (not with context parallelism, --overlap-param-gather, FSDP, --moe-fb-overlap or a loss of the "
+        "router over all ranks)",
         act=_adaptive,
         skip=True,
     ),

@@ -92,7 +92,7 @@ def compile_chunk(chunk: torch.nn.Module, options: dict[str, Any]) -> None:
     else:
         module.compile(backend="mindspeed", fullgraph=True, options=options)
     if any(adaptive_memory.is_asked(m) for m in module.modules()):
-        dynamo.before_compiled_calls(module, lambda: adaptive_memory.choose_by_last_call(module))
+        dynamo.around_compiled_calls(module, lambda graph: adaptive_memory.call(module, graph))
 
 
 def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:

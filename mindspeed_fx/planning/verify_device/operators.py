@@ -202,6 +202,15 @@ def _state_spaces(m: Maker) -> Losses:
         yield out**2 + final.sum(-1, keepdim=True)
     for iterations in (1, 4):
         yield ops.sinkhorn_knopp(m.randn(b, s, n, n), iterations, 1e-6) ** 2
+    keys, scores = m.randn(b, s, d), m.randn(b, s, n)
+    best, chosen = ops.lightning_indexer(m.randn(b, s, n, d), keys, scores, min(s, 4))
+    yield best[:, -1:] ** 2
+    for values in (None, m.randn(b, s, m.kv, d)):
+        heads = 1 if values is None else m.kv
+        q, k = m.randn(b, s, n, d), m.randn(b, s, heads, d)
+        out, sums = ops.sparse_attention(q, k, values, chosen, 0.3, d)
+        weights = ops.chosen_weights(q.detach(), k.detach(), chosen, sums.detach(), 0.3)
+        yield out**2 * weights.sum(-1)[..., None, None]
     for bias in (m.randn(h), None):
         yield ops.causal_conv1d(m.randn(b, h, s), m.randn(h, 4), bias, bias is None) ** 2
 

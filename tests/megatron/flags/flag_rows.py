@@ -2,10 +2,9 @@
 
 REFUSED = {
     "remove": """
-    --use-triton-swiglu-limit --enable-mla-absorb --aiqos
+    --use-triton-swiglu-limit --aiqos
     --dist-train --attention-mask-on-cpu --output-layer-slice-num=3
-    --skip-bias-add --use-dsa-absorb
-    --use-fused-lightning-indexer --use-fused-lightning-indexer-kl-loss --use-fused-sparse-flash-attention
+    --skip-bias-add
     --use-ema
     """,
     "--spec": """
@@ -99,8 +98,7 @@ SETTINGS = {
     "--enable-dsa-indexer": """
     --apply-rope-no-in-complex --index-n-heads=66 --index-head-dim=130 --index-topk=2050 --index-topk-freq=3
     --index-topk-pattern=some --index-skip-topk-offset=4 --index-share-for-mtp-iteration --indexer-loss-coeff=1.5
-    --indexer-qk-quant-scheme=some --no-use-sparse-c8-indexer --use-fused-lightning-indexer-loss --scale-fmt=some
-    --use-sparse-flash-attn
+    --indexer-qk-quant-scheme=some --no-use-sparse-c8-indexer --scale-fmt=some
     --max-batch-size=6
     """,
     "--full-attention-interval": """

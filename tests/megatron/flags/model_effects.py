@@ -70,6 +70,27 @@ SPARSE = {
         (f"{DSA} --index-topk-freq 2 --mtp-num-layers 1", dict(error="choose for themselves")),
         (f"{DSA} --index-topk-pattern CSCS --noop-layers 1", dict(error="remove --noop-layers")),
     ],
+    **{
+        name: [
+            (f"{DSA} {name}", dict(says="reads the chosen keys alone")),
+            (f"{name} {SPARSE_MODEL}", dict(says="no effect without --enable-dsa-indexer")),
+        ]
+        for name in (
+            "--use-fused-lightning-indexer",
+            "--use-fused-lightning-indexer-kl-loss",
+            "--use-fused-lightning-indexer-loss",
+            "--use-fused-sparse-flash-attention",
+            "--use-sparse-flash-attn",
+        )
+    },
+    **{
+        name: [
+            (f"{DSA} {name}", dict(says="one key and one value, the latent")),
+            (f"{name} {SPARSE_MODEL}", dict(error="more work in this form")),
+            (f"{DSA} {name} --recompute-mla-up-proj", dict(error="remove their recomputation")),
+        ]
+        for name in ("--enable-mla-absorb", "--use-dsa-absorb")
+    },
     NORMS: [
         (f"{NORMS} --bf16", dict(says="weights of norms are float32")),
         (NORMS, dict(says="no effect without --bf16")),

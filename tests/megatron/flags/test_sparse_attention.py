@@ -179,6 +179,40 @@ def test_one_graph(words, config):
     DSAIndexerLossLoggingHelper.tracker.clear()
 
 
+FUSED = "--use-fused-lightning-indexer --use-sparse-flash-attn"
+OPERATORS = [FUSED, "--enable-mla-absorb", f"{FUSED} --enable-mla-absorb --index-topk-pattern CS"]
+
+
+@pytest.mark.parametrize("way", ["eager", pytest.param("graph", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("words", OPERATORS)
+def test_operators_are_the_mask(words, way):
+    """Loss, gradients and the indexers' logged losses, in float64; in a graph the operators are called."""
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+
+    import mindspeed_fx
+    from tests.megatron.gpt_models import batch, train
+
+    _, plain = build("--index-topk-pattern CS" if "CS" in words else "")
+    _, model = build(words)
+    model.load_state_dict(plain.state_dict())
+    call, logged, results = None, [], []
+    if way == "graph":
+        call = torch.compile(model, backend="mindspeed", options={"codegen": "eager"}, fullgraph=True)
+    for which, run in ((plain, None), (model, call)):
+        DSAIndexerLossLoggingHelper.tracker["values"].zero_()
+        results.append(train(which, batch(), run))
+        logged.append(DSAIndexerLossLoggingHelper.tracker["values"].clone())
+    torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-9, atol=1e-9)
+    for name, gradient in results[0][1].items():
+        assert gradient.abs().max() > 0
+        torch.testing.assert_close(results[1][1][name], gradient, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(logged[1], logged[0], rtol=1e-5, atol=1e-7)
+    if way == "graph":
+        counts = mindspeed_fx.explain(model, options={"codegen": "eager"}, **batch()).text()
+        assert "sparse_attention" in counts
+    DSAIndexerLossLoggingHelper.tracker.clear()
+
+
 def test_which_layers_choose():
     args = apply(f"{DSA} --index-topk-freq 4 --index-skip-topk-offset 3")
     assert index_sharing.sources(args, 12) == [1, 2, 3, 3, 3, 3, 7, 7, 7, 7, 11, 11]
