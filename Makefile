@@ -12,7 +12,7 @@ MAKEFLAGS += -j
 # Where the environment forbids byte code every process would compile torch's sources anew: 17 s of imports in place of 7.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: train train-hf lint test test-slow test-npu test-suites fuzz docs clean
+.PHONY: train train-hf lint test test-slow test-npu test-suites fuzz scenarios docs clean
 
 train: $(VENV)/ready
 	$(RUN) examples/pretrain_gpt.py $(ARGS)
@@ -58,6 +58,18 @@ test-suites: $(VENV)/ready
 	@test -n "$(TORCH_SRC)" || { echo "make test-suites TORCH_SRC=...: a checkout of torch's source"; exit 2; }
 	$(VENV)/bin/pip install -q --disable-pip-version-check --no-deps --upgrade --target $(EXPECTTEST) expecttest
 	CI=1 OMP_NUM_THREADS=1 PYTHONPATH=$(EXPECTTEST) $(RUN) -m tests.torch_suites.suite $(TORCH_SRC) $(ARGS)
+
+# Libraries around the backend (tests/scenarios), each scenario with eager PyTorch and with ours. None of the libraries is a
+# dependency; they have a directory of their own, without what they depend on, so that torch stays what it is.
+SCENARIOS ?= build/scenarios
+scenarios: $(SCENARIOS)/ready
+	CI=1 OMP_NUM_THREADS=1 $(RUN) -m tests.scenarios --backend passes mindspeed --write docs/scenarios.md $(ARGS)
+
+$(SCENARIOS)/ready: $(VENV)/ready tests/scenarios/requirements.txt
+	mkdir -p $(SCENARIOS)
+	$(VENV)/bin/pip install -q --no-compile --disable-pip-version-check --no-deps --upgrade --target $(SCENARIOS) \
+		-r tests/scenarios/requirements.txt
+	touch $@
 
 # Triton has a directory of its own: the tests of its kernels use it in other processes, and torch must not find it, for
 # with triton importable it behaves differently. Where there is no wheel those tests are skipped with the reason.

@@ -1,0 +1,52 @@
+"""Run scenarios with eager PyTorch and with backends, compare, and write the table.
+
+    python -m tests.scenarios [NAMES] [--backend passes mindspeed inductor] [--write docs/scenarios.md]
+
+NAMES are names or parts of them. Inductor runs where one of ours raises or differs, or where it is named. The exit
+status is 1 where something that Inductor does rightly is not right here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from tests.scenarios import report, runner, table
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--backend", nargs="+", default=["passes"], choices=sorted(table.BACKENDS))
+    parser.add_argument("--again", action="store_true", help="run what has been run anew, but eager")
+    parser.add_argument("--limit", type=float, default=300, help="seconds of one scenario with one backend")
+    parser.add_argument("--out", type=Path, default=Path("build", "scenarios_runs"))
+    parser.add_argument("--write", type=Path, help="write the table of all that is kept")
+    parser.add_argument("--list", action="store_true")
+    args = parser.parse_args(argv)
+    runner.add_packages()
+    scenarios = table.load()
+    if args.list:
+        print(*scenarios, sep="\n")
+        return 0
+    unknown = [n for n in args.names if not any(n in name for name in scenarios)]
+    if unknown:
+        parser.error(f"no scenario has {', '.join(unknown)} in its name")
+    chosen = [s for s in scenarios.values() if not args.names or any(n in s.name for n in args.names)]
+    runs = runner.Runner(args.out, args.limit)
+    rows = []
+    for one in chosen:
+        for backend in args.backend if args.again else ():
+            runs.forget(one.name, backend)
+        rows.append(report.judge(runs, one, args.backend))
+        print(rows[-1], flush=True)
+    runs.close()
+    print(report.summary(rows))
+    if args.write:
+        args.write.write_text(report.page([report.read(runs, s) for s in scenarios.values()]))
+    return int(any(row.defect for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

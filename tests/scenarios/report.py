@@ -1,0 +1,140 @@
+"""What became of scenarios: a row each, a summary, the page of the documentation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.scenarios import compare
+
+OURS = ("passes", "mindspeed")
+
+
+@dataclass
+class Row:
+    """``results``: backend -> "equal", "differs: where" or the error; eager's is "ok" or its error."""
+
+    name: str
+    results: dict[str, str] = field(default_factory=dict)
+    records: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def defect(self) -> bool:
+        """Wrong here, and right with Inductor."""
+        return self.ran and self.results.get("inductor") == "equal" and not self.equal
+
+    @property
+    def ran(self) -> bool:
+        return self.results.get("eager") == "ok" and any(b in self.results for b in OURS)
+
+    @property
+    def equal(self) -> bool:
+        return self.ran and all(self.results.get(b, "equal") == "equal" for b in OURS)
+
+    def __str__(self) -> str:
+        seconds = sum(r.get("seconds", 0) for r in self.records.values())
+        graphs = next((self.records[b].get("graphs") for b in OURS if b in self.records), None)
+        word = "" if self.equal else "DEFECT " if self.defect else "LOOK "
+        told = ", ".join(f"{b} {t.splitlines()[0][:230]}" for b, t in self.results.items() if t != "ok")
+        return f"{word}{self.name}: {told}; {graphs} graphs, {seconds:.0f} s"
+
+
+def judge(runs: Any, scenario: Any, backends: list[str]) -> Row:
+    """Run what is missing and compare."""
+    row = Row(scenario.name)
+    _enter(row, runs, runs.run(scenario.name, scenario.module, "eager"), "eager")
+    if row.results["eager"] != "ok":
+        return row
+    for backend in (b for b in backends if b != "eager"):
+        _enter(row, runs, runs.run(scenario.name, scenario.module, backend), backend)
+    if not row.equal and "inductor" not in row.results:
+        _enter(row, runs, runs.run(scenario.name, scenario.module, "inductor"), "inductor")
+    return row
+
+
+def read(runs: Any, scenario: Any) -> Row:
+    """What is kept, without running anything."""
+    row = Row(scenario.name)
+    for backend in ("eager", *OURS, "inductor"):
+        record = runs.record(scenario.name, backend)
+        if record is not None:
+            _enter(row, runs, record, backend)
+    return row
+
+
+def _enter(row: Row, runs: Any, record: dict[str, Any], backend: str) -> None:
+    row.records[backend] = record
+    if record["status"] != "ok":
+        row.results[backend] = f"{record['status']}: {record.get('error', '')}"
+    elif backend == "eager":
+        row.results[backend] = "ok"
+    else:
+        off, where = compare.difference(runs.values(row.name, backend), runs.values(row.name, "eager"))
+        row.results[backend] = "equal" if off <= 1 else f"differs: {off:.3g} tolerances at {where}"
+
+
+def summary(rows: list[Row]) -> str:
+    ran = [r for r in rows if r.ran]
+    return (
+        f"{len(rows)} scenarios: {len(ran)} ran, {sum(r.equal for r in ran)} equal, "
+        f"{sum(r.defect for r in ran)} wrong here alone, "
+        f"{sum(not r.equal and not r.defect for r in ran)} with Inductor too, "
+        f"{sum(not r.ran for r in rows)} not with eager PyTorch"
+    )
+
+
+NOTES = Path(__file__).with_name("notes.txt")
+"""Why what is not equal is not, one scenario a line: NAME | REASON."""
+
+
+def read_notes() -> dict[str, str]:
+    lines = [line.split("|", 1) for line in NOTES.read_text().splitlines() if line and not line.startswith("#")]
+    return {name.strip(): reason.strip() for name, reason in lines}
+
+
+def page(rows: list[Row]) -> str:
+    """docs/scenarios.md: what libraries do with the backend, by library, then every scenario."""
+    notes = read_notes()
+    run = [row for row in rows if row.ran]
+    generated = sum(row.results.get("mindspeed") == "equal" for row in run)
+    lines = [
+        "# Libraries around the backend",
+        "",
+        "Small scenarios of public libraries, each with eager PyTorch and with this backend: losses, gradients, weights",
+        "or outputs after a few steps, compared within rounding (`tests/scenarios/compare.py`). `make scenarios`",
+        "installs the libraries apart from the project and writes this page; `python -m tests.scenarios NAME` runs",
+        "some.",
+        "",
+        f"{len(rows)} scenarios: {len(run)} ran, {sum(r.equal for r in run)} equal, {generated} of them with generated",
+        f"code too; {sum(r.defect for r in run)} are right with Inductor and not here; "
+        f"{sum(not r.equal and not r.defect for r in run)} are not equal with Inductor either; "
+        f"{len(rows) - len(run)} could not be run with eager PyTorch or were not reached.",
+        "",
+        '**passes**: our passes, and graphs run by PyTorch operator by operator (`codegen="eager"`). **code**: with code',
+        "generated by Inductor, the default. **Inductor**: torch's backend, where it was asked. Empty: not run so.",
+        "",
+        "| library | scenarios | ran | equal |",
+        "|---|---|---|---|",
+    ]
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(_group(row.name), []).append(row)
+    for group, members in groups.items():
+        lines.append(f"| {group} | {len(members)} | {sum(r.ran for r in members)} | {sum(r.equal for r in members)} |")
+    lines += ["", "| scenario | passes | code | Inductor | graphs | note |", "|---|---|---|---|---|---|"]
+    lines += [_line(row, notes.get(row.name, "")) for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _group(name: str) -> str:
+    parts = name.split("/")
+    return "/".join(parts[:2]) if parts[0] in ("transformers", "torch.distributed") and len(parts) > 2 else parts[0]
+
+
+def _line(row: Row, note: str) -> str:
+    words = [row.results.get(b, "").split(":")[0] for b in (*OURS, "inductor")]
+    graphs = next((str(row.records[b].get("graphs", "")) for b in OURS if b in row.records), "")
+    if not row.ran:
+        words[0] = "not run"
+    return f"| {row.name} | {' | '.join(words)} | {graphs} | {note} |"

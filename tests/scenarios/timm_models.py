@@ -1,0 +1,64 @@
+"""Models of timm: one step of training in small sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.scenarios.steps import infer, train
+from tests.scenarios.table import scenario
+
+SMALL = dict(embed_dim=32, depth=2, num_heads=4, patch_size=8, img_size=32)
+MODELS: dict[str, dict[str, Any]] = {
+    "vit_tiny_patch16_224": SMALL,
+    "deit3_small_patch16_224": SMALL,
+    "beit_base_patch16_224": SMALL,
+    "eva02_tiny_patch14_224": SMALL,
+    "vit_base_patch16_siglip_224": SMALL,
+    "mixer_s32_224": dict(embed_dim=32, num_blocks=2, patch_size=8, img_size=32),
+    "resmlp_12_224": dict(embed_dim=32, num_blocks=2, patch_size=8, img_size=32),
+    "cait_xxs24_224": dict(SMALL, depth_token_only=1),
+    "xcit_nano_12_p16_224": dict(embed_dim=32, depth=2, num_heads=4, img_size=32, patch_size=8),
+    "swin_tiny_patch4_window7_224": dict(
+        embed_dim=16, depths=(2, 2), num_heads=(2, 4), img_size=32, window_size=4, patch_size=2
+    ),
+    "convnext_atto": dict(depths=(1, 1, 1, 1), dims=(8, 16, 16, 32)),
+    "convnextv2_atto": dict(depths=(1, 1, 1, 1), dims=(8, 16, 16, 32)),
+    "poolformer_s12": dict(layers=(1, 1, 1, 1), embed_dims=(8, 16, 16, 32)),
+    "resnet10t": {},
+    "resnet18": {},
+    "mobilenetv3_small_050": {},
+    "efficientnet_b0": dict(channel_multiplier=0.25, depth_multiplier=0.25),
+    "regnetx_002": {},
+    "ghostnet_050": {},
+    "densenet121": dict(growth_rate=4, block_config=(1, 1, 1, 1)),
+    "levit_128s": dict(img_size=64, embed_dim=(32, 48, 64), depth=(1, 1, 1), num_heads=(2, 3, 4), key_dim=8),
+    "pvt_v2_b0": dict(depths=(1, 1, 1, 1)),
+    "mobilevitv2_050": {},
+    "edgenext_xx_small": {},
+}
+
+
+def preload() -> None:
+    import timm  # noqa: F401
+
+
+@scenario("timm/{}", MODELS)
+def run_timm(run: Any, name: str) -> Any:
+    import timm
+
+    how = MODELS[name]
+    model = timm.create_model(name, num_classes=6, **how).train()
+    size = how.get("img_size", 64)
+    images, labels = torch.randn(4, 3, size, size), torch.arange(4)
+    return train(run, model, (images,), lr=0.01, loss=lambda out: torch.nn.functional.cross_entropy(out, labels))
+
+
+@scenario("timm/evaluation/{}", ("vit_tiny_patch16_224", "resnet10t"))
+def run_timm_evaluation(run: Any, name: str) -> Any:
+    import timm
+
+    how = MODELS[name]
+    size = how.get("img_size", 64)
+    return infer(run, timm.create_model(name, num_classes=6, **how), (torch.randn(2, 3, size, size),))
