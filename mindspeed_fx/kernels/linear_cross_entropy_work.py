@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,15 +93,8 @@ def full_chunk(tokens: int, vocab: int, wide: torch.dtype, budget: int | None = 
     return max(1, min(tokens, (CHUNK if budget is None else budget) // (vocab * wide.itemsize)))
 
 
-def work(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    settings: tuple[float, float, float],
-    gradients: bool,
-    sums: bool = False,
-) -> Linear:
-    """The fastest way that can run."""
+def work(hidden: Tensor, *args: Any) -> Linear:
+    """The fastest way that can run; takes what :class:`Linear` does."""
     # What could not be built is None, after a warning.
     kind = (
         InTriton
@@ -109,7 +103,7 @@ def work(
         if in_cpp(hidden.dtype, hidden.device.type) is None and cpp.function("cross_entropy")
         else InTorch
     )
-    return kind(hidden, weight, bias, settings, gradients, sums)
+    return kind(hidden, *args)
 
 
 def onednn(a: Tensor, b: Tensor) -> bool:
