@@ -12,9 +12,15 @@ import torch
 import torch.fx as fx
 
 from mindspeed_fx.compat.fake import layout
-from mindspeed_fx.graph.op_sets import REORDERINGS, order_of
+from mindspeed_fx.graph.op_sets import REORDERINGS, TO_SHAPE, order_of
 
 aten = torch.ops.aten
+
+_LOSSLESS = (
+    (torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+)
+"""Types among which widening keeps every value."""
 
 
 def cleanup(gm: fx.GraphModule, added: list[fx.Node]) -> None:
@@ -28,7 +34,7 @@ def cleanup(gm: fx.GraphModule, added: list[fx.Node]) -> None:
             and (node in near or any(n in near for n in node.all_input_nodes))
             and not node._erased
         ):
-            source = _undone(node) or _match_restore(node)
+            source = _undone(node) or _match_restore(gm, node)
             # A result must stay a tensor of its own: neither an input of the graph nor another result.
             taken = source is not None and node in results and (source.op == "placeholder" or source in results)
             if source is not None and not taken and layout(source.meta["val"]) == layout(node.meta["val"]):
@@ -105,18 +111,28 @@ def _share_copy(gm: fx.GraphModule, node: fx.Node, near: set[fx.Node]) -> None:
     node.replace_all_uses_with(source)
 
 
-def _match_restore(node: fx.Node) -> fx.Node | None:
-    """The value that was widened and comes back to its type."""
+def _match_restore(gm: fx.GraphModule, node: fx.Node) -> fx.Node | None:
+    """The value that was widened, maybe given another shape, and comes back to its type."""
     if node.target is not aten._to_copy.default or set(node.kwargs) != {"dtype"}:
         return None
-    wide = node.args[0]
+    wide, shapes = node.args[0], []
+    while wide.target in TO_SHAPE:
+        shapes.append(wide)
+        wide = wide.args[0]
     if wide.target is not aten._to_copy.default or set(wide.kwargs) != {"dtype"}:
         return None
     source = wide.args[0]
-    dtype, between = source.meta["val"].dtype, wide.kwargs["dtype"]
-    lossless = (
-        between in (torch.float32, torch.float64)
-        and dtype in (torch.float16, torch.bfloat16, torch.float32)
-        and torch.promote_types(dtype, between) == between
-    )
-    return source if node.kwargs["dtype"] == dtype and lossless else None
+    dtype = source.meta["val"].dtype
+    if node.kwargs["dtype"] != dtype or not _holds(wide.kwargs["dtype"], dtype):
+        return None
+    for shape in reversed(shapes):
+        with gm.graph.inserting_before(node):
+            source = gm.graph.call_function(shape.target, (source, *shape.args[1:]), shape.kwargs)
+        source.meta = {**shape.meta, "val": shape.meta["val"].to(dtype)}
+    return source
+
+
+def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether every value of ``narrow`` is one of ``wide``, which comes back unchanged."""
+    kind = next((types for types in _LOSSLESS if narrow in types), ())
+    return wide in kind and torch.promote_types(narrow, wide) == wide
