@@ -1,4 +1,4 @@
-"""A model whose modules and parameters have names that say nothing: the source of a module of tests with other words."""
+"""A model whose modules and parameters have names that say nothing: the source of a module of tests, other words."""
 
 from __future__ import annotations
 
