@@ -1,9 +1,9 @@
 """Plans by name, made for a model: which of its layers are what is told by its graph where arguments are at hand
 (:mod:`mindspeed_fx.sharding.roles`), else by their names, so the result is a plain plan that can be read and changed.
 
-Linear layers in a row are called as in Hugging Face, Llama and Megatron code (:data:`COLUMN`, :data:`ROW`). Projections
-that pack several tensors in one (``gate_up``, ``qkv``) are divided tensor by tensor where the graph shows which, and
-stay whole by name. A layer whose results the graph needs whole is divided too, and its results are gathered.
+By name, layers are called as in Hugging Face, Llama and Megatron code (:mod:`mindspeed_fx.sharding.layer_roles`).
+Projections that pack several tensors in one (``gate_up``, ``qkv``) are divided tensor by tensor where the graph shows
+which, and stay whole by name. A layer whose results the graph needs whole is divided too, and its results are gathered.
 """
 
 from __future__ import annotations
@@ -17,15 +17,20 @@ from torch import nn
 
 from mindspeed_fx import arguments
 from mindspeed_fx.errors import nearest
+from mindspeed_fx.sharding.layer_roles import (
+    column_and_row_layers,
+    divided_word,
+    expert_parameters,
+    gathered_layers,
+    linear_layers,
+    result_dim,
+    vocabulary_layers,
+)
 from mindspeed_fx.sharding.plan import Boundary, Plan, ShardingError
 from mindspeed_fx.sharding.roles import Roles, read_roles
 
 logger = logging.getLogger(__name__)
 
-COLUMN = tuple(
-    "q_proj k_proj v_proj q k v query key value wq wk wv gate_proj up_proj gate up w1 w3 fc1 c_fc dense_h_to_4h".split()
-)
-ROW = ("o_proj", "out_proj", "o", "wo", "dense", "down_proj", "down", "w2", "fc2", "c_proj", "dense_4h_to_h", "proj")
 ATTENTION = "mindspeed.attention|mindspeed.varlen_attention|aten.scaled_dot_product_attention"
 QKV = ("q|query", "k|key", "v|value")
 
@@ -47,8 +52,8 @@ def named_plan(
     Args:
         strict: what the ranks cannot share evenly is an error; else it stays whole and is named (``Plan.keep_whole``).
         args, kwargs: of the model, on its device, meta included, and not run. With them tp, tp_sp and tp_2d read
-            columns and rows from the graph (:mod:`mindspeed_fx.sharding.roles`), and log why others stay whole;
-            without, they go by the layers' names.
+            columns, rows, token embeddings and output layers from the graph (:mod:`mindspeed_fx.sharding.roles`), and
+            log why others stay whole, and ep and ep_alltoall experts that no name tells; without, all go by names.
 
     Raises:
         ShardingError: no such plan, or the model has no layers it speaks of.
@@ -60,7 +65,8 @@ def named_plan(
         arguments.check_call("named_plan", () if args is None else args, kwargs, model)
     plan: Plan | None = None
     by_roles = {"tp": tp, "tp_sp": tp_sp, "tp_2d": tp_2d}
-    reads = set(by_roles) & set(name.split("+")) and not (args is None and kwargs is None)
+    experts = {"ep", "ep_alltoall"} & set(name.split("+")) and not expert_parameters(model)
+    reads = (experts or set(by_roles) & set(name.split("+"))) and not (args is None and kwargs is None)
     roles = read_roles(model, args or (), kwargs) if reads else None
     for part in reversed(name.split("+")):
         part, colon, number = part.partition(":")
@@ -70,11 +76,12 @@ def named_plan(
             )
         if part not in NAMED:
             raise ShardingError(f'no plan is named "{part}"{nearest(part, NAMED)}; valid: {", ".join(NAMED)}')
-        new = by_roles[part](model, plan, roles=roles) if part in by_roles else NAMED[part](model, plan)
+        reading = {"roles": roles} if part in (*by_roles, "ep", "ep_alltoall") else {}
+        new = NAMED[part](model, plan, **reading)
         if colon:
             new = dataclasses.replace(new, name=f"{part}:{number}", rings={new.mesh[0]: int(number)})
         plan = new if plan is None else new.combine(plan) if part.startswith("ep") else new + plan
-    if roles is not None:
+    if roles is not None and set(by_roles) & set(name.split("+")):
         for layer in whole_layers(model, plan):
             logger.warning('plan "%s": layer "%s" stays whole', name, layer)
     return dataclasses.replace(plan, keep_whole=not strict)
@@ -97,28 +104,31 @@ def tp(
 
     Source: Shoeybi et al. 2019; Korthikanti et al. 2022, "Reducing Activation Recomputation".
     """
-    columns, rows = _linears(model, "tp_sp" if sequence else "tp", roles)
+    columns, rows = column_and_row_layers(model, "tp_sp" if sequence else "tp", roles)
     between = {dim: "S(1)" if sequence else "R"}
     parameters: dict[str, Mapping[str, str]] = {}
     modules: dict[str, Boundary] = {}
     for name, layer in columns.items():
         sizes = roles.packed.get(f"{name}.weight", ()) if roles is not None else ()
-        parameters[f"{name}.weight"] = {dim: _divided(_out(layer), sizes)}
+        parameters[f"{name}.weight"] = {dim: divided_word(result_dim(layer), sizes)}
         if layer.bias is not None:
-            parameters[f"{name}.bias"] = {dim: _divided(0, sizes)}
+            parameters[f"{name}.bias"] = {dim: divided_word(0, sizes)}
         modules[name] = Boundary(input={dim: "R"})
     for name, layer in rows.items():
-        parameters[f"{name}.weight"] = {dim: f"S({1 - _out(layer)})"}
+        parameters[f"{name}.weight"] = {dim: f"S({1 - result_dim(layer)})"}
         modules[name] = Boundary(output=between)
     if roles is not None:  # weights that no linear layer holds have no module whose edge could be placed
         for name, at in {**roles.columns, **roles.rows}.items():
-            parameters.setdefault(name, {dim: _divided(at, roles.packed.get(name, ()))})
+            parameters.setdefault(name, {dim: divided_word(at, roles.packed.get(name, ()))})
         for name, (at, sizes) in roles.companions.items():
-            parameters.setdefault(name, {dim: _divided(at, sizes)})
-    embeddings, heads = _vocabulary(model, {**columns, **rows}, roles)
-    for name, layer in _gathered(model, {**columns, **rows, **heads}, roles).items():
+            parameters.setdefault(name, {dim: divided_word(at, sizes)})
+    embeddings, heads = vocabulary_layers(model, {**columns, **rows}, roles)
+    for name, layer in gathered_layers(model, {**columns, **rows, **heads}, roles).items():
         parameters.update(
-            {f"{name}.{p}": {dim: f"S({_out(layer) if p == 'weight' else 0})"} for p, _ in layer.named_parameters()}
+            {
+                f"{name}.{p}": {dim: f"S({result_dim(layer) if p == 'weight' else 0})"}
+                for p, _ in layer.named_parameters()
+            }
         )
         modules[name] = Boundary(input={dim: "R"}, output={dim: "R"})
     for name in embeddings:
@@ -145,24 +155,24 @@ def tp_2d(
 
     Source: MindSpeed's high-dimension tensor parallelism (tp-2d); Xu et al. 2021, "An Efficient 2D Method".
     """
-    columns, rows = _linears(model, "tp_2d", roles)
+    columns, rows = column_and_row_layers(model, "tp_2d", roles)
     packed = roles.packed if roles is not None else {}
-    parameters = {f"{n}.weight": {x: f"S({1 - _out(m)})", y: f"S({_out(m)})"} for n, m in rows.items()}
+    parameters = {f"{n}.weight": {x: f"S({1 - result_dim(m)})", y: f"S({result_dim(m)})"} for n, m in rows.items()}
     for n, layer in columns.items():
         sizes = packed.get(f"{n}.weight", ())
-        parameters[f"{n}.weight"] = {x: _divided(_out(layer), sizes), y: f"S({1 - _out(layer)})"}
+        parameters[f"{n}.weight"] = {x: divided_word(result_dim(layer), sizes), y: f"S({1 - result_dim(layer)})"}
         if layer.bias is not None:
-            parameters[f"{n}.bias"] = {x: _divided(0, sizes)}
+            parameters[f"{n}.bias"] = {x: divided_word(0, sizes)}
     modules = {n: Boundary(input={x: "R"}, output={y: "S(1)"}) for n in columns} | {
         n: Boundary(input={y: "R"}, output={x: "S(1)"}) for n in rows
     }
-    embeddings, heads = _vocabulary(model, {**columns, **rows}, roles)
+    embeddings, heads = vocabulary_layers(model, {**columns, **rows}, roles)
     modules.update({n: Boundary(output={x: "S(1)", y: "S(2)"}) for n in embeddings})
     modules.update({n: Boundary(input={x: "R", y: "R"}) for n in heads})
     parameters.update({f"{n}.weight": {x: "S(0)"} for n in heads})
-    for n, layer in _gathered(model, {**columns, **rows, **heads}, roles).items():
+    for n, layer in gathered_layers(model, {**columns, **rows, **heads}, roles).items():
         parameters.update(
-            {f"{n}.{p}": {x: f"S({_out(layer) if p == 'weight' else 0})"} for p, _ in layer.named_parameters()}
+            {f"{n}.{p}": {x: f"S({result_dim(layer) if p == 'weight' else 0})"} for p, _ in layer.named_parameters()}
         )
         modules[n] = Boundary(input={x: "R"}, output={x: "R"})
     # Heads are divided over both dimensions, and gathered over y by the row layer that follows.
@@ -224,30 +234,38 @@ def hybrid(model: nn.Module, other: Plan | None = None, outer: str = "cp_ring", 
     )
 
 
-def ep_alltoall(model: nn.Module, other: Plan | None = None, dim: str = "ep") -> Plan:
+def ep_alltoall(model: nn.Module, other: Plan | None = None, dim: str = "ep", roles: Roles | None = None) -> Plan:
     """As :func:`ep`, with tokens that stay divided and are sent to their experts and back
     (:mod:`mindspeed_fx.sharding.spmd.token_dispatch`): less is sent where a token chooses fewer experts than there are
     ranks, and no rank has all tokens.
 
     Source: Megatron-core's "alltoall" token dispatcher.
     """
-    return ep(model, other, dim, uses_all_to_all=True)
+    return ep(model, other, dim, True, roles)
 
 
-def ep(model: nn.Module, other: Plan | None = None, dim: str = "ep", uses_all_to_all: bool = False) -> Plan:
+def ep(
+    model: nn.Module,
+    other: Plan | None = None,
+    dim: str = "ep",
+    uses_all_to_all: bool = False,
+    roles: Roles | None = None,
+) -> Plan:
     """The batch is divided, and so are the experts of every mixture; tokens are gathered for the experts and their
     results scattered (:mod:`experts`). Ranks that divide the batch by a zero plan share the rows of the experts that
     they all hold. Beside tensor parallelism the experts are divided over "tp" too, by number and not by width
     (MindSpeed's TP-extends-EP).
 
-    Experts are parameters [experts, ., .] of a module whose name ends in "experts", as in Hugging Face models.
+    Experts are parameters [experts, ., .] of a module whose name ends in "experts", as in Hugging Face models, or of
+    whose products the graph shows it (``roles``).
     Source: Megatron-core's "allgather" token dispatcher.
     """
-    held = {n: p for n, p in model.named_parameters() if p.ndim == 3 and n.rpartition(".")[0].endswith("experts")}
+    held = expert_parameters(model, roles)
     if not held:
         raise ShardingError(
-            'plan "ep" found no experts: parameters of shape [experts, ., .] in a module whose name ends in "experts"; '
-            "experts that are a list of modules are not divided"
+            'plan "ep" found no experts: parameters of shape [experts, ., .] in a module whose name ends in "experts" '
+            "(of other names they are read from the graph: give example arguments, args=...); experts that are a list "
+            "of modules are not divided"
         )
     dims = [dim, *(d for d in (other.mesh if other else ()) if d == "tp")]
     # Where the sequence is divided between layers, the sum of the experts' results meets it there.
@@ -316,80 +334,5 @@ def whole_layers(model: nn.Module, plan: Plan) -> list[str]:
     """Linear layers of which ``plan`` divides no weight: packed projections and those whose names say nothing."""
     from mindspeed_fx.sharding.plan import placement_of
 
-    placed = {n: placement_of(plan.parameters, f"{n}.weight", "parameter") for n in _linear_layers(model)}
+    placed = {n: placement_of(plan.parameters, f"{n}.weight", "parameter") for n in linear_layers(model)}
     return [n for n, words in placed.items() if all(w == "R" for w in words.values())]
-
-
-def _linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Those of torch, and transformers' Conv1D of GPT-2, whose weight is [in, out]."""
-    return {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"}
-
-
-def _out(layer: nn.Module) -> int:
-    """The dimension of the weight that the results have."""
-    return 0 if isinstance(layer, nn.Linear) else 1
-
-
-def _divided(dim: int, sizes: Sequence[int] = ()) -> str:
-    """The word for a part of dimension ``dim``, or of each of the pieces of these sizes that it consists of."""
-    return f"S({dim}:{'+'.join(map(str, sizes))})" if len(sizes) > 1 else f"S({dim})"
-
-
-def _by_columns(name: str, layer: nn.Module, dim: str) -> dict[str, Mapping[str, str]]:
-    own = [n for n, _ in layer.named_parameters(recurse=False)]
-    return {f"{name}.{n}": {dim: _divided(_out(layer) if n == "weight" else 0)} for n in own}
-
-
-def _gathered(model: nn.Module, others: Mapping[str, nn.Module], roles: Roles | None) -> dict[str, nn.Module]:
-    """Linear layers whose results the graph needs whole: divided by columns too, with a gather behind them."""
-    if roles is None:
-        return {}
-    return {n: m for n, m in _linear_layers(model).items() if n not in others and f"{n}.weight" in roles.whole}
-
-
-def _linears(
-    model: nn.Module, plan: str, roles: Roles | None = None
-) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-    """Columns and rows: those of the graph, without it by name. One without the other is divided all the same: a row
-    layer behind a packed projection takes its part of what is whole."""
-    linears = _linear_layers(model)
-    columns, rows = ({n: m for n, m in linears.items() if n.split(".")[-1] in names} for names in (COLUMN, ROW))
-    if roles is not None:
-        columns = {n: m for n, m in linears.items() if f"{n}.weight" in roles.columns}
-        by_name = [n for n in rows if f"{n}.weight" not in roles.columns]
-        rows = {n: m for n, m in linears.items() if f"{n}.weight" in roles.rows or n in by_name}
-        if not columns and not rows and not roles.columns:
-            reasons = "; ".join(f"{n}: {why}" for n, why in list(roles.whole.items())[:4])
-            raise ShardingError(f'plan "{plan}": the graph has no columns and rows ({reasons or "no linear layers"})')
-    elif not columns and not rows:
-        raise ShardingError(
-            f'plan "{plan}": '
-            "no column and row linear layers were recognized by name among "
-            f"{', '.join(list(linears)[:12]) or 'no linear layers'}; "
-            f"columns are called {', '.join(COLUMN)}, rows {', '.join(ROW)}; for other names give example arguments "
-            "(args=...), by which they are read from the graph, or write the plan yourself (docs/sharding.md)"
-        )
-    return columns, rows
-
-
-def _vocabulary(
-    model: nn.Module, paired: Mapping[str, nn.Module], roles: Roles | None = None
-) -> tuple[dict[str, nn.Embedding], dict[str, nn.Linear]]:
-    """Token embeddings, and linear layers whose results are as many as an embedding has rows."""
-    embeddings = {
-        n: m
-        for n, m in model.named_modules()
-        if isinstance(m, nn.Embedding) and not any(w in n.split(".")[-1] for w in ("pos", "wpe", "type"))
-    }
-    sizes = {m.num_embeddings for m in embeddings.values()}
-    known = (*COLUMN, *ROW)
-    heads = {
-        n: m
-        for n, m in model.named_modules()
-        if isinstance(m, nn.Linear) and m.out_features in sizes and n.split(".")[-1] not in known and n not in paired
-    }
-    if roles is not None:
-        whole = dict(model.named_parameters(remove_duplicate=False))
-        weights = {id(whole[name]) for name in roles.output_layers}  # by identity: tied ones have the embedding's name
-        heads = {n: m for n, m in heads.items() if id(m.weight) in weights}
-    return embeddings, heads

@@ -34,6 +34,7 @@ from mindspeed_fx.sharding.divided_dims import (
     inner_cuts,
 )
 from mindspeed_fx.sharding.plan import ShardingError
+from mindspeed_fx.sharding.products import inner_dims, linear_products, stacked_experts, token_embeddings
 
 aten = torch.ops.aten
 
@@ -46,6 +47,10 @@ class Roles:
     """Weight -> the dimension that the results have."""
     rows: dict[str, int] = field(default_factory=dict)
     """Weight -> the dimension that is summed over."""
+    embeddings: list[str] = field(default_factory=list)
+    """Weights whose rows the tokens choose, as many as an output layer has results."""
+    experts: list[str] = field(default_factory=list)
+    """Stacked weights [experts, ., .]."""
     output_layers: list[str] = field(default_factory=list)
     """Weights that give a number for each row of an embedding, with no other linear layer behind them."""
     packed: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -55,18 +60,6 @@ class Roles:
     is divided with them, and the sizes of what is packed in it."""
     whole: dict[str, str] = field(default_factory=dict)
     """Why the results of a weight are needed whole: the operator that is in the way."""
-
-
-@dataclass(frozen=True)
-class Product:
-    """A linear layer, however it is spelled."""
-
-    x: fx.Node
-    weight: str
-    out: int
-    """The dimension of the weight that the results have."""
-    dim: int = -1
-    """The dimension of ``x`` that is summed over, and of the results that is the layer's."""
 
 
 class _Seen(Exception):
@@ -87,11 +80,16 @@ def read_roles(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] 
     reader = _Reader(graph, names)
     whole: dict[str, str] = {}
     while reader.read(whole):
-        whole.update(reader.lost)
+        if not reader.choose_others():
+            whole.update(reader.lost)
     output_layers = [reader.products[n].weight for n in reader.nodes if n in reader.output_layers]
+    classes = {n.meta["val"].shape[-1] for n in reader.output_layers}
+    embeddings = [weight for weight, rows in reader.tables.items() if rows in classes]
+    experts = stacked_experts(reader.nodes, reader.parameters)
     packed = {w: sizes for w in reader.columns if len(sizes := reader.sizes_of(w)) > 1}
     whole = {w: why for w, why in whole.items() if w not in reader.rows}
-    return Roles(reader.columns, reader.rows, output_layers, packed, reader.companions, whole)
+    found = {"embeddings": embeddings, "experts": experts, "output_layers": output_layers}
+    return Roles(reader.columns, reader.rows, packed=packed, companions=reader.companions, whole=whole, **found)
 
 
 def _captured(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[fx.GraphModule, list[str | None]]:
@@ -132,7 +130,9 @@ class _Reader:
         self.nodes = list(graph.graph.nodes)
         placeholders = [n for n in self.nodes if n.op == "placeholder"]
         self.parameters = {n: name for n, name in zip(placeholders, names, strict=True) if name}
-        self.products = {n: p for n in self.nodes if (p := _product(n, self.parameters)) is not None}
+        self.choices = {n: p for n in self.nodes if (p := linear_products(n, self.parameters))}
+        self.products = {n: p[0] for n, p in self.choices.items()}
+        self.tables = token_embeddings(self.nodes, self.parameters)
         learned = set(self.parameters) | {n for n in placeholders if _is_floating(n)}
         self.activations = {n for n in placeholders if n not in self.parameters}
         for n in self.nodes:
@@ -143,8 +143,22 @@ class _Reader:
         self.whole_values = learned & self.activations
         self.output_layers = self._find_output_layers()
         self.cuts: dict[str, set[int]] = {}
-        self.results = {p.weight: n.meta["val"].shape[p.dim] for n, p in self.products.items()}
+        self.results: dict[str, int] = {}
+        self._measure()
         self.begin()
+
+    def _measure(self) -> None:
+        self.results = {p.weight: n.meta["val"].shape[p.result_dim] for n, p in self.products.items()}
+
+    def choose_others(self) -> bool:
+        """Divide lost weights along another dimension, where they have one that was not tried."""
+        others = {n: p[p.index(self.products[n]) + 1 :] for n, p in self.choices.items()}
+        new = {n: left[0] for n, left in others.items() if left and self.products[n].weight in self.lost}
+        self.products.update(new)
+        for product in new.values():
+            self.cuts.pop(product.weight, None)
+        self._measure()
+        return bool(new)
 
     def begin(self) -> None:
         self.divided: dict[fx.Node, Any] = {}
@@ -161,7 +175,7 @@ class _Reader:
     def _find_output_layers(self) -> set[fx.Node]:
         """Linear layers behind which no other one stands, with as many results as an embedding has rows: these are
         divided by vocabulary, whatever comes before."""
-        sizes = {n.args[0].meta["val"].shape[0] for n in self.nodes if n.target is aten.embedding.default}
+        sizes = set(self.tables.values())
         before: set[fx.Node] = set()
         results = set()
         for n in reversed(self.nodes):
@@ -210,18 +224,18 @@ class _Reader:
 
     def _read_product(self, node: fx.Node, whole: Mapping[str, str], contracted: set[str]) -> None:
         product = self.products[node]
-        source = self.divided.get(product.x)
-        ndim, x_ndim = node.meta["val"].ndim, product.x.meta["val"].ndim
+        source, summed = self.divided.get(product.x), inner_dims(node, product, self.parameters)
         if source is None:
             if product.weight not in whole and product.weight not in self.rows and node not in self.output_layers:
                 self.columns[product.weight] = product.out
                 weights = frozenset({product.weight})
-                self.divided[node] = Divided((ndim + product.dim,), 1, weights, (0, self.results[product.weight]))
+                span = (0, self.results[product.weight]) if product.is_matrix else None
+                self.divided[node] = Divided((product.result_dim,), 1, weights, span)
         elif node in self.output_layers:
             reason = "its results go to the output layer, which is divided by class"
             self.lost.update(dict.fromkeys(source.columns, reason))
-        elif (source.dim, source.pieces) == (x_ndim + product.dim, 1) and not inner_cuts(source, self.cuts):
-            self.rows[product.weight] = 1 - product.out
+        elif source.pieces == 1 and source.dim in summed and not inner_cuts(source, self.cuts):
+            self.rows[product.weight] = summed[source.dim]
             contracted |= source.columns
         else:
             self.lost.update(dict.fromkeys(source.columns, f"{node.target} reads another dimension whole"))
@@ -278,25 +292,3 @@ def _flat(values: Sequence[Any]) -> list[Divided]:
 def _is_floating(node: fx.Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def _product(node: fx.Node, parameters: Mapping[fx.Node, str]) -> Product | None:
-    if node.target is aten.linear.default:
-        pairs = [(*node.args[:2], 0, -1)]
-    elif node.target is aten.addmm.default:
-        pairs = [(*node.args[1:3], 1, -1)]
-    elif node.target in (aten.mm.default, aten.matmul.default):
-        pairs = [(*node.args[:2], 1, -1), (node.args[1], node.args[0], 0, -2)]
-    else:
-        return None
-    for x, weight, out, dim in pairs:
-        while isinstance(weight, fx.Node) and weight not in parameters:
-            order = order_of(weight)
-            if order is None and not is_cast(weight.target):
-                break
-            out = out if order is None else order[out]
-            weight = weight.args[0]
-        if isinstance(x, fx.Node) and weight in parameters and weight.meta["val"].ndim == 2:
-            if x.meta["val"].ndim >= -dim:
-                return Product(x, parameters[weight], out, dim)
-    return None

@@ -22,7 +22,8 @@ from mindspeed_fx.planning.search.costs import Prices
 from mindspeed_fx.planning.search.layer_dedup import repetition
 from mindspeed_fx.planning.search.layouts import Layout, meshes
 from mindspeed_fx.planning.search.model_graph import trace_model
-from mindspeed_fx.planning.search.solve import Program, Unsayable
+from mindspeed_fx.planning.search.solution import Unsayable
+from mindspeed_fx.planning.search.solve import Program
 from mindspeed_fx.planning.simulate import simulate
 from mindspeed_fx.sharding.plan import Plan, ShardingError
 from mindspeed_fx.sharding.presets import named_plan

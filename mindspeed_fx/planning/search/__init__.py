@@ -11,6 +11,9 @@
 * ``lp_structure.py``: which combinations there are, shared by layouts; ``highs.py``: linear programs; ``solve.py``: the
   integer program of one layout; ``lower_bounds.py``: what a layout takes at least; ``branch_and_bound.py``: over all
   layouts, with the bound
+* ``schedules.py``: idle time and kept microbatches of a pipeline's schedules; ``stage_loads.py``: what each rank of a
+  pipeline does and holds; ``stage_step.py``: the modelled step of one choice (``solution.py``);
+  ``schedule_reasons.py``: why this schedule
 * ``to_plan.py``: a solution as a plan; ``constraints.py``: a plan as a restriction; ``searched_plan.py``: the plan with
   its numbers and reasons; ``plan_table.py``, ``search_svg.py``: as text and as a picture
 """

@@ -23,7 +23,8 @@ from mindspeed_fx.planning.search.layouts import microbatches as microbatch_coun
 from mindspeed_fx.planning.search.lower_bounds import LowerBounds, batch_parts
 from mindspeed_fx.planning.search.problem import Problem
 from mindspeed_fx.planning.search.schedules import schedules
-from mindspeed_fx.planning.search.solve import Allowed, Program, Solution, Unsayable
+from mindspeed_fx.planning.search.solution import Solution, Unsayable
+from mindspeed_fx.planning.search.solve import Allowed, Program
 from mindspeed_fx.report import progress
 from mindspeed_fx.sharding.plan import ShardingError
 

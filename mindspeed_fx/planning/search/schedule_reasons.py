@@ -6,7 +6,8 @@ import dataclasses
 from typing import Any, Iterator
 
 from mindspeed_fx.planning.search.schedules import schedules
-from mindspeed_fx.planning.search.solve import Program, Solution, Unsayable
+from mindspeed_fx.planning.search.solution import Solution, Unsayable
+from mindspeed_fx.planning.search.solve import Program
 
 GiB = 2**30
 

@@ -17,7 +17,8 @@ from mindspeed_fx.planning.search.layouts import divisors
 from mindspeed_fx.planning.search.lp_structure import there_and_back
 from mindspeed_fx.planning.search.plan_table import format_plan, who_runs
 from mindspeed_fx.planning.search.problem import Problem
-from mindspeed_fx.planning.search.solve import Program, Solution
+from mindspeed_fx.planning.search.solution import Solution
+from mindspeed_fx.planning.search.solve import Program
 from mindspeed_fx.planning.search.strategy_space import SUMMED, Label, P, R
 from mindspeed_fx.planning.search.to_plan import emit
 from mindspeed_fx.sharding.plan import Plan, ShardingError, parse_placement

@@ -20,58 +20,26 @@ and the objective is the modelled step time, which of a pipeline is the least ov
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Callable
 
 import numpy as np
 
-from mindspeed_fx.planning.search.costs import NodePrice, Prices
+from mindspeed_fx.planning.search.costs import Prices
 from mindspeed_fx.planning.search.highs import Linear, milp
 from mindspeed_fx.planning.search.layouts import Layout
 from mindspeed_fx.planning.search.lp_structure import KINDS, Flows, Move, kind, moves, sayable, there_and_back
 from mindspeed_fx.planning.search.problem import Edge, Node
 from mindspeed_fx.planning.search.recomputation import Recomputation
 from mindspeed_fx.planning.search.schedules import idle_at_least, idle_times
+from mindspeed_fx.planning.search.solution import Solution, Unsayable
 from mindspeed_fx.planning.search.stage_loads import AFTER, BEFORE, holders
+from mindspeed_fx.planning.search.stage_step import evaluate
 from mindspeed_fx.planning.search.strategy_space import SUMMED, Label, R, Strategy
 
 GiB = 2.0**30
 """Unit of memory in the program: HiGHS drops coefficients below 1e-9."""
 
 Allowed = Callable[[Node, Strategy], bool]
-
-
-class Unsayable(Exception):
-    """A combination of choices in which a value cannot go where it is wanted; rounding can make one."""
-
-
-@dataclass
-class Solution:
-    """A choice for every operator, and what it costs."""
-
-    layout: Layout
-    strategies: dict[Node, Strategy]
-    prices: dict[Node, NodePrice]
-    moves: list[tuple[Move, Label, Label, float, float]]
-    """Value, placement made, placement wanted, seconds (once per microbatch and layer), bytes kept."""
-    seconds: float
-    bound: float
-    """No choice in this layout is faster: the optimum of the linear relaxation."""
-    memory: float
-    parts: dict[str, float] = field(default_factory=dict)
-    """Seconds of a step on the fullest rank: compute, recompute, collectives, exposed, update, bubble."""
-    bytes: dict[str, float] = field(default_factory=dict)
-    """What :attr:`memory` is made of: states, kept, operator, gathered."""
-    widest: Node | None = None
-    """The operator that needs most at hand while it runs backward."""
-    layers: tuple[int, ...] | None = None
-    """Of each stage, where that is not as equal as can be."""
-    even: float = 0.0
-    """Seconds with layers as equal as can be."""
-
-    @property
-    def gap(self) -> float:
-        return max(0.0, self.seconds / self.bound - 1) if self.bound else 0.0
 
 
 class Program:
@@ -261,8 +229,6 @@ class Program:
 
     def evaluate(self, chosen: dict[Node, int], bound: float) -> Solution:
         """The modelled step of one choice."""
-        from mindspeed_fx.planning.search.stage_step import evaluate
-
         return evaluate(self, chosen, bound)
 
     def _matrix(self) -> tuple:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mindspeed_fx.planning.search.problem import Node
 from mindspeed_fx.planning.search.schedules import waiting_seconds
-from mindspeed_fx.planning.search.solve import Solution, Unsayable
+from mindspeed_fx.planning.search.solution import Solution, Unsayable
 from mindspeed_fx.planning.search.stage_loads import (
     Load,
     balanced_sizes,
