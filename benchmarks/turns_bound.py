@@ -89,8 +89,9 @@ class State:
 
 
 def by_turns(calls: Sequence[Sequence[Event]], delay: float, always: bool = False) -> float:
-    """When both have ended, where who waits for a message of its own turn, or, ``always``, for any, hands over."""
-    state, at, turn, running, is_new = State(), [0, 0], [0, 0], 0, False
+    """When both have ended, where the backward begins and who waits for a message of its own turn hands over; or,
+    ``always``, the forward, and at every wait."""
+    state, at, turn, running, is_new = State(), [0, 0], [0, 0], int(not always), False
     while at[0] < len(calls[0]) or at[1] < len(calls[1]):
         if at[running] == len(calls[running]):
             running, is_new = 1 - running, True
