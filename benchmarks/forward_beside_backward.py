@@ -83,7 +83,7 @@ def make_step(chunk: Chunk, hidden: torch.Tensor, by_turns: bool):
         chunk.zero_grad()
         if not pending:
             pending.append(forward())
-        out = turns.run(forward, backward)[0] if by_turns else (forward(), backward())[0]
+        out = turns.run(forward, backward, second_begins=True)[0] if by_turns else (forward(), backward())[0]
         pending.append(out)
         return [out.detach(), *(p.grad for p in chunk.parameters())]
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, Callable, Sequence
 
-from mindspeed_fx.cost.operators import SOFTMAX, SPECIAL, Cost, Spec, attention, once, tensors
+from mindspeed_fx.cost.operators import SOFTMAX, SPECIAL, Cost, Spec, attention, once, tensors, visible_scores
 
 ROWS = {
     "npu_rms_norm": 5,
@@ -158,6 +159,41 @@ def _npu_ffn(out: Any, x: Spec, weight1: Spec, weight2: Spec, *more: Any, **kw: 
     return once(out, x, weight1, weight2, *kw.values(), flops=flops, vector=vector, dtype=x.dtype)
 
 
+def _npu_indexer(out: Any, q: Spec, k: Spec, weights: Spec, *more: Any, **kw: Any) -> Cost:
+    """Scores of the earlier tokens."""
+    batch, length, heads, width = q.shape
+    seen = batch * heads * visible_scores(length, k.shape[1], True)
+    flops = 2 * batch * heads * length * k.shape[1] * (width + 1)
+    return once(out, q, k, weights, flops=flops, matrix=2 * (width + 1) * seen, vector=3 * seen, dtype=q.dtype)
+
+
+def _npu_indexer_grad(
+    out: Any, q: Spec, k: Spec, dy: Spec, indices: Spec, weights: Spec, *more: Any, **kw: Any
+) -> Cost:
+    work = indices.numel * q.shape[2]
+    flops = 2 * work * (3 * q.shape[3] + 1)
+    return once(out, q, k, dy, indices, weights, flops=flops, vector=4 * work, dtype=q.dtype)
+
+
+def _npu_sparse(out: Any, q: Spec, k: Spec, v: Spec, indices: Spec, *more: Any, **kw: Any) -> Cost:
+    """Products with the chosen keys, some channels of which are rotated."""
+    backward = len(tensors(out)) == 5
+    rotated = tensors(out)[3].shape[-1] if backward else kw["query_rope"].shape[-1]
+    work, width = indices.numel * q.shape[2], v.shape[-1]
+    products = 3 * (width + rotated) + 2 * width if backward else 2 * width + rotated
+    gathered = indices.numel * (width + rotated) * k.itemsize
+    cost = once(
+        out,
+        q,
+        indices,
+        *(m for m in more if isinstance(m, Spec)),
+        flops=2 * work * products,
+        vector=SOFTMAX * work,
+        dtype=q.dtype,
+    )
+    return dataclasses.replace(cost, read=cost.read + gathered, once=False)
+
+
 FORMULAS: dict[str, Callable[..., Cost]] = {
     "npu_fusion_attention": _npu_attention,
     "npu_fusion_attention_v3": _npu_attention,
@@ -179,6 +215,10 @@ FORMULAS: dict[str, Callable[..., Cost]] = {
     "npu_fused_cross_entropy_loss_with_max_sum": lambda out, top, total, picked, **kw: once(
         out, top, total, picked, vector=(SPECIAL + 2) * top.numel
     ),
+    "npu_lightning_indexer": _npu_indexer,
+    "npu_lightning_indexer_grad": _npu_indexer_grad,
+    "npu_sparse_flash_attention": _npu_sparse,
+    "npu_sparse_flash_attention_grad": _npu_sparse,
     "npu_ffn": _npu_ffn,
     "npu_grouped_matmul": _npu_grouped,
     "npu_grouped_matmul_add": _npu_grouped_add,

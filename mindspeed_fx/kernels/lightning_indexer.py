@@ -49,8 +49,8 @@ def lightning_indexer(q: Tensor, k: Tensor, weights: Tensor, count: int) -> tupl
         count: tokens to choose, k.
 
     Returns:
-        Their scores [batch, queries, count], best first, in float32 (float64 for float64), minus infinity where a query
-        sees fewer; and their places, int32, -1 there.
+        Their scores [batch, queries, count], in float32 (float64 for float64), minus infinity where a query sees fewer;
+        and their places, int32, -1 there.
 
     Raises:
         ValueError: more queries than keys.

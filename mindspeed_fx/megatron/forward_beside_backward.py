@@ -19,8 +19,9 @@ ASKED = "mindspeed_fx_takes_turns"
 
 
 def run(forward: Callable[[], Any], backward: Callable[[], Any]) -> tuple[Any, Any]:
-    """What both return."""
-    return turns.run(forward, backward, _random())
+    """What both return. The backward begins: its first message, the gradient of what came back from other ranks, needs
+    no work before, and the forward's attention runs beside it."""
+    return turns.run(forward, backward, _random(), second_begins=True)
 
 
 def _random() -> tuple[Callable[[], Any], Callable[[Any], None]] | None:

@@ -2,7 +2,7 @@
 
 The forward of one micro-batch runs beside the backward of another, so that the experts' exchanges of one are on their
 way while the other computes (DeepSeek-V3's DualPipe, arXiv 2412.19437, section 3.2.1). Graphs of marked parameters
-(:func:`mark`) hand over before each wait for a collective; :func:`run` has the two calls run so. One of them runs at a
+(:func:`mark`) hand over before waits for collectives; :func:`run` has the two calls run so. One of them runs at a
 time, and it hands over after as many waits on every rank, so that ranks which run the same two calls start their
 collectives in the same order. On an accelerator a wait is the stream's: the kernels of the other call are launched
 before it.
@@ -81,8 +81,9 @@ def run(
     first: Callable[[], Any],
     second: Callable[[], Any],
     random: tuple[Callable[[], Any], Callable[[Any], None]] | None = None,
+    second_begins: bool = False,
 ) -> tuple[Any, Any]:
-    """What both return; ``first`` begins, in this thread.
+    """What both return; ``first`` runs in this thread, and begins but where ``second_begins``.
 
     Args:
         random: gets and sets the states of random numbers, where the calls draw some: those of ``first`` remain.
@@ -112,6 +113,8 @@ def run(
     thread = threading.Thread(target=_as_here(call_second), name="mindspeed_fx second call")
     thread.start()
     try:
+        if second_begins:
+            pair.hand_over()
         results[0] = first()
         _finish(pair)
     except BaseException:
@@ -175,8 +178,8 @@ def take(inputs: Sequence[Any], codegen: str) -> bool:
 
 
 def insert(gm: fx.GraphModule) -> None:
-    """Hand over before each wait for a collective of a graph, in place; one that follows another at once has none of
-    its own.
+    """Hand over before each wait for a collective of a graph, in place, that started since it last handed over: the
+    other call's messages started after the earlier ones, and arrive after them.
     """
     for node in _waits(gm.graph):
         with gm.graph.inserting_before(node):
@@ -185,11 +188,10 @@ def insert(gm: fx.GraphModule) -> None:
 
 
 def _waits(graph: fx.Graph) -> Iterator[fx.Node]:
-    computes = True
+    started: set[Any] = set()
     for node in list(graph.nodes):
-        if node.target is WAIT:
-            if computes:
-                yield node
-            computes = False
-        elif node.op == "call_function" and node.target is not hand_over:
-            computes = True
+        if node.target is not WAIT:
+            started.add(node)
+        elif node.args[0] in started:
+            started.clear()
+            yield node

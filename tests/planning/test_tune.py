@@ -128,13 +128,25 @@ def test_reading_raises_an_option_error():
         read_launch(["--seq-length", "8", "--global-batch-size", "8"], 8)
 
 
-@pytest.mark.slow
-def test_a_suggestion_trains():
-    """Shrunk, over gloo, with the launch scripts' runner: compiled as eager."""
+SUGGESTED = {
+    ("qwen3__pretrain_qwen3_4b_4K_ptd", 8): "dense",
+    ("ling_v2__pretrain_ling_mini_16b_4k_ptd_A3", 16): "experts",
+    ("llama2__pretrain_llama2_13b_pack_ptd", 16): "packed documents",
+    ("deepseek2_lite__pretrain_deepseek2_lite_16b_ptd_16p", 8): "latent attention and experts",
+}
+"""Launch script and devices -> what it is about."""
+USUAL = ("qwen3__pretrain_qwen3_4b_4K_ptd", 8)
+
+
+@pytest.mark.parametrize(
+    "name, devices", [case if case == USUAL else pytest.param(*case, marks=pytest.mark.slow) for case in SUGGESTED]
+)
+def test_a_suggestion_trains(name, devices):
+    """The changed arguments, shrunk, over gloo, with the launch scripts' runner: compiled as eager."""
     from tests.megatron.launch import table
 
-    script = SCRIPTS["qwen3__pretrain_qwen3_4b_4K_ptd"]
-    tuned = search.tune(script.args, script.world)
+    script = SCRIPTS[name]
+    tuned = search.tune(script.args, devices)
     assert tuned.is_changed
-    row = table.measure(shrink.Script(script.name, script.entry, script.world, tuned.words))
-    assert row.passes, row
+    row = table.measure(shrink.Script(script.name, script.entry, devices, tuned.words))
+    assert row.passes and not row.refused, row

@@ -37,6 +37,22 @@ def test_who_runs_when(first, second, order):
     turns.hand_over()  # nobody else is there
 
 
+def test_the_second_begins():
+    log = []
+    calls = speaker(log, "a", 2), speaker(log, "b", 1)
+    assert turns.run(*calls, second_begins=True) == ("a", "b")
+    assert " ".join(log) == "b0 a0 b ends a1 a ends"
+    torch.manual_seed(0)
+    alone, rest = torch.rand(2), torch.rand(1)
+    torch.manual_seed(0)
+    states = torch.get_rng_state, torch.set_rng_state
+    one, other = turns.run(lambda: torch.rand(2), lambda: torch.rand(2), states, second_begins=True)
+    assert torch.equal(one, alone) and torch.equal(other, alone) and torch.equal(torch.rand(1), rest)
+    with pytest.raises(ValueError, match="stop"):
+        turns.run(speaker(log, "a", 1), lambda: (_ for _ in ()).throw(ValueError("stop")), second_begins=True)
+    assert turns._pair is None
+
+
 @pytest.mark.parametrize("who", [0, 1])
 def test_failures_end_both(who):
     log = []
@@ -68,6 +84,22 @@ def test_random_numbers_are_each_calls_own():
     torch.manual_seed(0)
     both = turns.run(draw, draw, (torch.get_rng_state, torch.set_rng_state))
     assert torch.equal(both[0], alone) and torch.equal(both[1], alone) and torch.equal(torch.rand(1), rest)
+
+
+def test_a_graph_does_not_hand_over_for_messages_of_the_turn_before():
+    """Two start together: the second has arrived when the other call, whose messages come after both, hands back."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    starts = [graph.call_function(torch.sin, (x,)) for _ in range(2)]
+    first = graph.call_function(WAIT, (starts[0],))
+    more = graph.call_function(torch.cos, (first,))
+    second = graph.call_function(WAIT, (starts[1],))
+    third = graph.call_function(WAIT, (more,))
+    graph.output((second, third))
+    gm = torch.fx.GraphModule({}, graph)
+    turns.insert(gm)
+    names = [n.target for n in gm.graph.nodes if n.op == "call_function"]
+    assert names == [torch.sin, torch.sin, turns.hand_over, WAIT, torch.cos, WAIT, turns.hand_over, WAIT]
 
 
 def test_a_graph_hands_over_before_each_wait_that_follows_work():

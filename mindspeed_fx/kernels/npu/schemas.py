@@ -114,6 +114,26 @@ SCHEMAS = {
         "norm_type=0, float routed_scaling_factor=1., float eps=9.9999999999999995e-21) -> Tensor",
         "npu_moe_gating_top_k_softmax_v2(Tensor x, *, int k=1, Tensor? finished=None, int? renorm=0, bool? "
         "output_softmax=False) -> (Tensor, Tensor, Tensor)",
+        "npu_lightning_indexer(Tensor query, Tensor key, Tensor weights, *, Tensor? "
+        "actual_seq_lengths_query=None, Tensor? actual_seq_lengths_key=None, Tensor? block_table=None, str "
+        'layout_query="BSND", str layout_key="BSND", int sparse_count=2048, int sparse_mode=3, int '
+        "pre_tokens=9223372036854775807, int next_tokens=9223372036854775807, bool return_value=False) -> "
+        "(Tensor, Tensor)",
+        "npu_lightning_indexer_grad(Tensor query, Tensor key, Tensor dy, Tensor sparse_indices, Tensor weights, "
+        'Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_key=None, str? layout="BSND", int? '
+        "sparse_mode=3, int? pre_tokens=9223372036854775807, int? next_tokens=9223372036854775807) -> (Tensor, "
+        "Tensor, Tensor)",
+        "npu_sparse_flash_attention(Tensor query, Tensor key, Tensor? value, Tensor sparse_indices, float "
+        "scale_value, *, Tensor? block_table=None, Tensor? actual_seq_lengths_query=None, Tensor? "
+        "actual_seq_lengths_kv=None, Tensor? query_rope=None, Tensor? key_rope=None, int sparse_block_size=1, str "
+        'layout_query="BSND", str layout_kv="BSND", int sparse_mode=3, int pre_tokens=9223372036854775807, int '
+        "next_tokens=9223372036854775807, int attention_mode=0, bool return_softmax_lse=False, Tensor? "
+        "sinks=None) -> (Tensor, Tensor, Tensor)",
+        "npu_sparse_flash_attention_grad(Tensor query, Tensor key, Tensor? value, Tensor sparse_indices, Tensor "
+        "d_out, Tensor out, Tensor softmax_max, Tensor softmax_sum, float scale_value, int sparse_block_size, "
+        "Tensor? query_rope=None, Tensor? key_rope=None, Tensor? actual_seq_qlen=None, Tensor? "
+        'actual_seq_kvlen=None, str? layout="BSND", int? sparse_mode=3, int? pre_tokens=9223372036854775807, int? '
+        "next_tokens=9223372036854775807, int? attention_mode=0) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
         "npu_moe_token_permute_with_routing_map(Tensor tokens, Tensor routing_map, *, Tensor? probs=None, int? "
         "num_out_tokens=None, bool drop_and_pad=False) -> (Tensor, Tensor, Tensor)",
         "npu_moe_token_permute_with_routing_map_grad(Tensor permuted_token_out_grad, Tensor? probs_grad, Tensor "

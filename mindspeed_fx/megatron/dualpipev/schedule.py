@@ -75,6 +75,7 @@ class Step:
         self.order = orders[self.rank]
         self.mail = Mail(orders, self.rank, self.members, (group, placement.mirrored_group()), self._new_message)
         self.passes: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        self.held = _hold_reductions(self.config)
         self.losses: list[Any] = []
         self.tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
 
@@ -155,6 +156,9 @@ class Step:
         from megatron.core.pipeline_parallel import schedules
 
         source, output = self.passes.pop((stage, number))
+        chunk = int(stage >= self.ranks)
+        if number == self.kwargs["num_microbatches"] - 1 and chunk in self.held:
+            self.held.pop(chunk).close()  # its buckets are reduced when their last gradients are there
         waiting = 0 if self.late is None else len(self.late)
         result = schedules.backward_step(source, output, gradient, self.model_type, self.config)
         if kind == "B" and self.late is not None:
@@ -173,10 +177,11 @@ def run(kwargs: dict[str, Any]) -> list[Any]:
     config = step.config
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-    with contextlib.ExitStack() as stack:
-        for no_sync in _no_sync_functions(config):
-            stack.enter_context(no_sync())
+    try:
         step.run()
+    finally:
+        for held in step.held.values():
+            held.close()
     if not step.forward_only and config.finalize_model_grads_func is not None:
         _finalize(step)
     if config.timers is not None:
@@ -186,9 +191,17 @@ def run(kwargs: dict[str, Any]) -> list[Any]:
     return share_losses(step.losses, step.members, step.group)
 
 
-def _no_sync_functions(config: Any) -> list[Callable[[], Any]]:
+def _hold_reductions(config: Any) -> dict[int, contextlib.ExitStack]:
+    """Until it is closed, gradients of a chunk are summed and not reduced (``--overlap-grad-reduce``)."""
     functions = config.no_sync_func
-    return [] if functions is None else functions if isinstance(functions, list) else [functions]
+    if functions is None:
+        return {}
+    functions = functions if isinstance(functions, list) else [functions]
+    held = {}
+    for chunk, no_sync in enumerate(functions):
+        held[chunk] = contextlib.ExitStack()
+        held[chunk].enter_context(no_sync())
+    return held
 
 
 def _finalize(step: Step) -> None:

@@ -75,11 +75,10 @@ def _by_operators(args: Namespace) -> str:
 
 def _absorbed(args: Namespace) -> str:
     _refuse_others(args)
-    if "mla_up_proj" in (get(args, "recompute_modules") or []) or get(args, "recompute_mla_up_proj"):
-        raise NotDone("up-projections are not made at all there; remove their recomputation")
-    for name in ("apply_rope_fusion", "cache_mla_latents"):
-        if get(args, name):
-            raise NotDone(f"--{name.replace('_', '-')} has queries and keys of its own; remove one of the two")
+    if "mla_up_proj" in (getattr(args, "recompute_modules", None) or []):
+        raise NotDone("up-projections are not made at all there; remove --recompute-modules mla_up_proj")
+    if get(args, "cache_mla_latents"):
+        raise NotDone("--cache-mla-latents has queries and keys of its own; remove one of the two")
     return "all heads share one key and one value, the latent; attention reads the chosen ones alone"
 
 

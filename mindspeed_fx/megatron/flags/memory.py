@@ -121,6 +121,8 @@ def _zero_memory_layers(args: Namespace) -> str:
 
 def _recompute_modules(args: Namespace) -> str:
     """Megatron's own recomputation of the up-projections of latent attention."""
+    if get(args, "enable_mla_absorb") or get(args, "use_dsa_absorb"):
+        return "no effect: absorbed up-projections are not made at all"
     if get(args, "recompute_granularity") == "full":
         return "whole layers are recomputed already"
     args.recompute_granularity = "selective"

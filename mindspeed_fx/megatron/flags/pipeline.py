@@ -137,7 +137,6 @@ NOT_IN_V = (
     "num_layer_list",
     "pipeline_num_transformer_layers",
     "variable_seq_lengths",
-    "overlap_grad_reduce",
     "overlap_param_gather",
     "recompute_in_bubble",
     "recompute_in_advance",
@@ -156,6 +155,9 @@ def _v_shape(args: Namespace) -> str:
     for flag in NOT_IN_V:
         if get(args, flag):
             raise NotDone(f"--{flag.replace('_', '-')} beside it; remove one of the two")
+    for flag in ("dualpipev_dw_detach", "moe_fb_overlap"):
+        if get(args, "overlap_grad_reduce") and get(args, flag):
+            raise NotDone(f"--overlap-grad-reduce and --{flag.replace('_', '-')} beside it; remove one of the two")
     if count_layers(args) % (2 * ranks):
         raise NotDone(f"{args.num_layers} layers do not divide over {2 * ranks} stages, two for each pipeline rank")
     args.num_virtual_stages_per_pipeline_rank = 2

@@ -87,7 +87,11 @@ SPARSE = {
         name: [
             (f"{DSA} {name}", dict(says="one key and one value, the latent")),
             (f"{name} {SPARSE_MODEL}", dict(error="more work in this form")),
-            (f"{DSA} {name} --recompute-mla-up-proj", dict(error="remove their recomputation")),
+            (f"{DSA} {name} --recompute-mla-up-proj", dict(says="one key and one value, the latent")),
+            (
+                f"{DSA} {name} --recompute-granularity selective --recompute-modules mla_up_proj",
+                dict(error="remove --recompute-modules mla_up_proj"),
+            ),
         ]
         for name in ("--enable-mla-absorb", "--use-dsa-absorb")
     },

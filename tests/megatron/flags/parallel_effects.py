@@ -81,7 +81,9 @@ PARALLEL = {
         ("--schedules-method dualpipev", dict(error="give --pipeline-model-parallel-size")),
         ("--schedules-method dualpipev --pipeline-model-parallel-size 3", dict(error="4 layers do not divide over 6")),
         (f"{V_SHAPE} --num-layers-per-virtual-pipeline-stage 1", dict(error="virtual-pipeline-stage beside it")),
-        (f"{V_SHAPE} --overlap-grad-reduce", dict(error="--overlap-grad-reduce beside it")),
+        (f"{V_SHAPE} --overlap-grad-reduce", dict(says="rank r has stages r and")),
+        (f"{V_SHAPE} --overlap-grad-reduce --dualpipev-dw-detach", dict(error="--dualpipev-dw-detach beside it")),
+        (f"{V_SHAPE} --overlap-param-gather", dict(error="--overlap-param-gather beside it")),
         (f"{V_SHAPE} --dualpipev-dw-detach --reuse-fp32-param --bf16", dict(error="--reuse-fp32-param beside")),
     ],
     "--tp-2d": [

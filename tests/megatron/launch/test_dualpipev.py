@@ -23,6 +23,7 @@ def seed_by_name(rank: int) -> None:
     """A weight's first values are drawn by its name in the whole model, wherever it lies; prints what a rank runs."""
     import torch
     from megatron.core import parallel_state
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Buckets
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.utils import unwrap_model
     from megatron.training import training
@@ -62,6 +63,7 @@ def seed_by_name(rank: int) -> None:
     schedules.backward_step = told("B", schedules.backward_step)
     Queue.run_one = told("W", Queue.run_one)
     turns._Pair.hand_over = told("turn", turns._Pair.hand_over)
+    Buckets.start_grad_sync = told("reduce", Buckets.start_grad_sync)
 
 
 def train(flags: str, world: int, environ: dict[str, str], tied: bool = False) -> runner.Run:
@@ -87,7 +89,7 @@ def check_order(run, late: bool):
         pipeline = rank // (len(run.output) // 2)
         order = [call[0] for calls in pipelining.orders_of("DualPipeV", 2, 4, 4)[pipeline] for call in calls]
         kinds = "".join(order).replace("I", "B") if late else "".join(k for k in order if k != "W").replace("I", "B")
-        found = "".join(e for e in events(output) if e != "turn")
+        found = "".join(e for e in events(output) if e not in ("turn", "reduce"))
         assert found[: 3 * len(kinds)] == kinds * 3 and set(found[3 * len(kinds) :]) <= {"F"}  # evaluation
 
 
@@ -110,6 +112,20 @@ def test_late_gradients_of_weights():
     ours = train(f"{PIPELINE} {V} --dualpipev-dw-detach", 2, COMPILED)
     check_equal(plain, ours, 2e-7)  # the norm's sum over ranks has another order
     check_order(ours, late=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [EAGER, COMPILED], ids=["eager", "compiled"])
+def test_gradients_are_reduced_during_the_last_backwards(way):
+    """Bit for bit the run that reduces at the end; of each chunk a bucket is on its way before the last backward."""
+    flags = f"{PIPELINE} {V} --use-distributed-optimizer --global-batch-size 16 --no-gradient-accumulation-fusion"
+    plain, ours = (train(f"{flags} {more}", 4, way) for more in ("", "--overlap-grad-reduce"))
+    assert ours.losses == plain.losses and ours.grad_norms == plain.grad_norms and len(ours.losses) == 3
+    check_order(ours, late=False)
+    for run, is_early in ((plain, False), (ours, True)):
+        step = events(run.output[0])
+        step = step[: len(step) // 3 + 1]
+        assert ("reduce" in step[: max(i for i, e in enumerate(step[:-1]) if e == "B")]) == is_early, step
 
 
 @pytest.mark.slow

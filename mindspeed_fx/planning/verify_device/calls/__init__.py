@@ -10,7 +10,16 @@ from typing import Callable, Iterator
 
 import torch
 
-from mindspeed_fx.planning.verify_device.calls import attention, experts, gates, losses, norms, optimizers, rotations
+from mindspeed_fx.planning.verify_device.calls import (
+    attention,
+    experts,
+    gates,
+    losses,
+    norms,
+    optimizers,
+    rotations,
+    sparse,
+)
 from mindspeed_fx.planning.verify_device.calls.table import Call
 
 FAMILIES: dict[str, Callable[[torch.dtype], Iterator[Call]]] = {
@@ -21,6 +30,7 @@ FAMILIES: dict[str, Callable[[torch.dtype], Iterator[Call]]] = {
     "rope": rotations.rope_cases,
     "qk": rotations.qk_cases,
     "attention": attention.attention_cases,
+    "sparse": sparse.sparse_cases,
     "loss": losses.loss_cases,
     "moe": experts.moe_cases,
     "router": experts.router_cases,
