@@ -39,7 +39,11 @@ class Runner:
                 self.server = forks.Server(f"from tests.scenarios import runner; runner.serve({module!r})")
                 self.module = module
             path = str(self.path(name, backend))
-            self.server.ask({"name": name, "backend": backend, "path": path, "limit": self.limit})
+            try:
+                self.server.ask({"name": name, "backend": backend, "path": path, "limit": self.limit})
+            except (RuntimeError, BrokenPipeError):  # its libraries do not import
+                self.server = None
+                Path(f"{path}.json").write_text(json.dumps({"status": "died", "error": f"{module} does not import"}))
             record = self.record(name, backend)
             assert record is not None
         return record
@@ -118,6 +122,10 @@ def _handle(request: dict[str, Any]) -> str:
     return "done"
 
 
+def _shorten(text: str) -> str:
+    return text if len(text) < 4000 else f"{text[:200]} ... {text[-3500:]}"
+
+
 def _run(request: dict[str, Any]) -> int:
     import torch
 
@@ -134,7 +142,7 @@ def _run(request: dict[str, Any]) -> int:
     except BaseException as error:
         record |= {
             "status": "raised",
-            "error": f"{type(error).__name__}: {error}"[:2000],
+            "error": _shorten(f"{type(error).__name__}: {error}"),
             "trace": traceback.format_exc(),
         }
     counters = torch._dynamo.utils.counters
