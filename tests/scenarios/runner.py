@@ -52,8 +52,11 @@ class Runner:
         return self.folder / f"{name.replace('/', '.')}.{backend}"
 
     def record(self, name: str, backend: str) -> dict[str, Any] | None:
-        path = Path(f"{self.path(name, backend)}.json")
-        return json.loads(path.read_text()) if path.exists() else None
+        path = self.path(name, backend)
+        if not Path(f"{path}.json").exists():
+            return None
+        record = json.loads(Path(f"{path}.json").read_text())
+        return record if record["status"] != "ok" or Path(f"{path}.pt").exists() else None
 
     def values(self, name: str, backend: str) -> dict[str, Any]:
         import torch

@@ -1,7 +1,7 @@
 """torchtitan's trainer, on a CPU, with the backend in ``compile.backend``.
 
-Its device is the accelerator that it finds; here a processor, which has no table of memory to print, and gloo, which has
-no barrier on a device and no sums that are scaled on the way.
+Its device is the accelerator that it finds; here a processor, which has no table of memory to print, and gloo, which
+has no barrier on a device and no sums that are scaled on the way.
 """
 
 from __future__ import annotations
