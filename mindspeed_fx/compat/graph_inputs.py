@@ -95,3 +95,13 @@ def with_state(compiled: Callable, positions: Sequence[int], state: Callable[[li
         return compiled(*args, *state([args[i] for i in positions]))
 
     return run
+
+
+def as_plain(value: Any) -> Any:
+    """A tensor of a subclass that changes no operator as a plain one. AOTAutograd watches operators in a graph's first
+    run (for outputs of custom ones that alias inputs), and its watch refuses every class but a few.
+    """
+    if not isinstance(value, torch.Tensor) or type(value) in (torch.Tensor, torch.nn.Parameter):
+        return value
+    is_plain = type(value).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+    return value.as_subclass(torch.Tensor) if is_plain else value

@@ -11,7 +11,7 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 import torch
 import torch.fx as fx
 
-from mindspeed_fx.compat import inductor_cache
+from mindspeed_fx.compat import graph_inputs, inductor_cache
 from mindspeed_fx.errors import OptionError
 
 
@@ -235,7 +235,12 @@ def box_arguments(gm: fx.GraphModule) -> Callable:
     gm.graph.set_codegen(codegen())
     gm.recompile()
 
+    first = [True]
+
     def run(args: list) -> Any:
+        if first:
+            first.clear()
+            args[:] = map(graph_inputs.as_plain, args)
         return gm.forward(args)
 
     run._boxed_call = True

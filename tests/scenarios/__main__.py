@@ -20,6 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--backend", nargs="+", default=["passes"], choices=sorted(table.BACKENDS))
     parser.add_argument("--again", action="store_true", help="run what has been run anew, but eager")
+    parser.add_argument("--alone", action="store_true", help="do not ask Inductor where ours is not equal")
     parser.add_argument("--limit", type=float, default=300, help="seconds of one scenario with one backend")
     parser.add_argument("--out", type=Path, default=Path("build", "scenarios_runs"))
     parser.add_argument("--write", type=Path, help="write the table of all that is kept")
@@ -39,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     for one in chosen:
         for backend in args.backend if args.again else ():
             runs.forget(one.name, backend)
-        rows.append(report.judge(runs, one, args.backend))
+        rows.append(report.judge(runs, one, args.backend, not args.alone))
         print(rows[-1], flush=True)
     runs.close()
     print(report.summary(rows))

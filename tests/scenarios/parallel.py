@@ -36,7 +36,7 @@ def part(rank: int) -> torch.Tensor:
 
 
 @scenario(
-    "torch.distributed/ddp/{}", ("compile_outside", "compile_inside", "no_sync", "static_graph", "bf16_hook", "buckets")
+    "torch.distributed/ddp/{}", ("compile_outside", "compile_inside", "no_sync", "static_graph", "fp16_hook", "buckets")
 )
 def run_ddp(run: Any, kind: str) -> Any:
     return run.ranks(_ddp, run=run, kind=kind)
@@ -47,21 +47,23 @@ def _ddp(rank: int, run: Any, kind: str) -> Any:
 
     torch.manual_seed(0)
     model, x = Stack(), part(rank)
-    how: dict[str, Any] = {"static_graph": dict(static_graph=True), "buckets": dict(bucket_cap_mb=0.001)}.get(kind, {})
+    if kind == "buckets":  # of at least a megabyte: torch cuts the graph between them
+        model, x = Stack(2, 256), part(rank).repeat(1, 1, 8)
+    how: dict[str, Any] = {"static_graph": dict(static_graph=True), "buckets": dict(bucket_cap_mb=1.0)}.get(kind, {})
     if kind == "compile_inside":
         wrapped = DistributedDataParallel(run.compile(model))
     else:
         ddp = DistributedDataParallel(model, **how)
-        if kind == "bf16_hook":
+        if kind == "fp16_hook":
             from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-            ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
+            ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
         wrapped = run.compile(ddp)
     if kind == "no_sync":
         with wrapped.no_sync() if run.name is None else wrapped._orig_mod.no_sync():
             wrapped(x * 0.5).square().mean().backward()
     values = steps(wrapped, list(model.parameters()), x, model.named_parameters())
-    if kind == "bf16_hook":
+    if kind == "fp16_hook":
         values = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.bfloat16(), values)
     return values
 

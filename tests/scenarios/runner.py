@@ -39,7 +39,11 @@ class Runner:
                 self.server = forks.Server(f"from tests.scenarios import runner; runner.serve({module!r})")
                 self.module = module
             path = str(self.path(name, backend))
-            self.server.ask({"name": name, "backend": backend, "path": path, "limit": self.limit})
+            try:
+                self.server.ask({"name": name, "backend": backend, "path": path, "limit": self.limit})
+            except (RuntimeError, BrokenPipeError):  # its libraries do not import
+                self.server = None
+                Path(f"{path}.json").write_text(json.dumps({"status": "died", "error": f"{module} does not import"}))
             record = self.record(name, backend)
             assert record is not None
         return record
@@ -48,8 +52,11 @@ class Runner:
         return self.folder / f"{name.replace('/', '.')}.{backend}"
 
     def record(self, name: str, backend: str) -> dict[str, Any] | None:
-        path = Path(f"{self.path(name, backend)}.json")
-        return json.loads(path.read_text()) if path.exists() else None
+        path = self.path(name, backend)
+        if not Path(f"{path}.json").exists():
+            return None
+        record = json.loads(Path(f"{path}.json").read_text())
+        return record if record["status"] != "ok" or Path(f"{path}.pt").exists() else None
 
     def values(self, name: str, backend: str) -> dict[str, Any]:
         import torch
@@ -118,6 +125,10 @@ def _handle(request: dict[str, Any]) -> str:
     return "done"
 
 
+def _shorten(text: str) -> str:
+    return text if len(text) < 4000 else f"{text[:200]} ... {text[-3500:]}"
+
+
 def _run(request: dict[str, Any]) -> int:
     import torch
 
@@ -134,7 +145,7 @@ def _run(request: dict[str, Any]) -> int:
     except BaseException as error:
         record |= {
             "status": "raised",
-            "error": f"{type(error).__name__}: {error}"[:2000],
+            "error": _shorten(f"{type(error).__name__}: {error}"),
             "trace": traceback.format_exc(),
         }
     counters = torch._dynamo.utils.counters

@@ -98,6 +98,7 @@ class Run:
             outputs = [Path(folder, f"{rank}.txt").read_text(errors="replace")[-4000:] for rank in range(count)]
             if late or any(codes):
                 raise RuntimeError("\n".join([f"exit statuses {codes}", *outputs]))
+            torch._dynamo.utils.counters["stats"]["unique_graphs"] += int(Path(folder, "graphs").read_text())
             return {f"rank {r}": torch.load(f"{folder}/{r}.pt", weights_only=True) for r in range(count)}
 
 
@@ -107,8 +108,11 @@ def _run_rank(rank: int, count: int, port: int, folder: str, work: Callable[...,
     forks.take_place(rank, count, port)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", count), rank=rank, world_size=count)
     torch.save(flatten(work(rank, **kwargs)), f"{folder}/{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    if rank == 0:
+        Path(folder, "graphs").write_text(str(torch._dynamo.utils.counters["stats"]["unique_graphs"]))
+    if dist.is_initialized():  # a trainer may have ended it
+        dist.barrier()
+        dist.destroy_process_group()
     return 0
 
 

@@ -47,7 +47,7 @@ def run_complex(run: Any, kind: str) -> Any:
     return step(run, *steps[kind])
 
 
-@scenario("tensors/jagged/{}", ("linear", "attention", "norm", "reduce"))
+@scenario("tensors/jagged/{}", ("linear", "attention", "norm", "residual"))
 def run_jagged(run: Any, kind: str) -> Any:
     pieces = [torch.randn(n, 16) for n in (3, 5, 2)]
     nested = torch.nested.nested_tensor(pieces, layout=torch.jagged, requires_grad=True)
@@ -61,7 +61,7 @@ def run_jagged(run: Any, kind: str) -> Any:
         "linear": lambda x: F.silu(linear(x)) * 2,
         "attention": attend,
         "norm": lambda x: norm(x) + x,
-        "reduce": lambda x: linear(x).sum(dim=-1, keepdim=True),
+        "residual": lambda x: x + linear(x).relu(),
     }
     out = run.compile(steps[kind])(nested)
     out.values().square().sum().backward()
@@ -166,7 +166,7 @@ def scatter_reduce(x: torch.Tensor) -> Any:
 
 
 def sort_topk(x: torch.Tensor) -> Any:
-    values, at = x.sort(-1, descending=True, stable=True)
+    values, at = x.sort(stable=True, dim=-1, descending=True)
     top = x.topk(3, -1)
     return values, at, top.values, top.indices, x.kthvalue(2, -1).values, x.median(-1).values, x.argmax(-1)
 

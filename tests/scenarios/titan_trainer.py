@@ -1,6 +1,7 @@
 """torchtitan's trainer, on a CPU, with the backend in ``compile.backend``.
 
-Its device is the accelerator that it finds; here a processor, which has no table of memory to print.
+Its device is the accelerator that it finds; here a processor, which has no table of memory to print, and gloo, which
+has no barrier on a device and no sums that are scaled on the way.
 """
 
 from __future__ import annotations
@@ -26,7 +27,16 @@ MODES: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def preload() -> None:
+    import importlib.machinery
+    import sys
+    import types
+
     import torch._utils
+
+    kernels = types.ModuleType("torchtitan.models.moe.kernels")  # written in Triton, which is not on the path
+    kernels.generate_permute_indices = None
+    kernels.__spec__ = importlib.machinery.ModuleSpec(kernels.__name__, None)
+    sys.modules[kernels.__name__] = kernels
 
     torch._utils._get_available_device_type = lambda: "cpu"
     torch.cpu.reset_peak_memory_stats = torch.cpu.empty_cache = lambda *_: None
@@ -43,6 +53,19 @@ def preload() -> None:
 
     metrics.build_device_memory_monitor = Monitor
     import torchtitan.train  # noqa: F401
+    from torch.distributed.fsdp import FSDPModule
+    from torchtitan.components.quantization import float8
+    from torchtitan.distributed import utils
+
+    float8.has_cuda_capability = lambda *_: True  # products of float8 run on a processor too
+    utils.set_pg_timeouts = lambda *args, **how: None
+    divide = FSDPModule.set_gradient_divide_factor
+
+    def divide_apart(self: Any, factor: float) -> None:
+        divide(self, factor)
+        self.set_force_sum_reduction_for_comms(True)
+
+    FSDPModule.set_gradient_divide_factor = divide_apart
 
 
 @scenario(
@@ -67,7 +90,7 @@ def _train(rank: int, run: Any, name: str) -> Any:
         n_heads=4,
         n_kv_heads=2,
         vocab_size=256,
-        **(dict(head_dim=16, hidden_dim=96) if model == "qwen3" else {}),
+        **(dict(head_dim=16, hidden_dim=96, enable_weight_tying=False) if model == "qwen3" else {}),
     )
     data = lambda dp_world_size, dp_rank, **_: _Batches(dp_rank)
     specs.register_train_spec(
@@ -89,8 +112,6 @@ def _train(rank: int, run: Any, name: str) -> Any:
         for key, value in values.items():
             assert hasattr(getattr(config, part), key), key
             setattr(getattr(config, part), key, value)
-    if mode == "float8":
-        config.quantize.linear.float8.emulate = True
     config.job.dump_folder = tempfile.mkdtemp()
     torch.distributed.destroy_process_group()  # its own is made by the trainer
     trainer = Trainer(config)

@@ -224,3 +224,26 @@ def test_subclass_made_inside():
 
     x, y = (torch.randn(3, dtype=torch.double) for _ in range(2))
     torch.testing.assert_close(torch.compile(f, backend="mindspeed", options=OPTIONS)(x, y), f(x, y))
+
+
+class Tagged(torch.Tensor):
+    """A class of its own, and no operator of its own."""
+
+
+@pytest.mark.parametrize(
+    "options", [OPTIONS, pytest.param({"level": 1, "codegen": "inductor"}, marks=pytest.mark.slow)]
+)
+def test_a_plain_subclass_as_an_input(options):
+    x, w = torch.randn(4, 8), torch.ones(8)
+
+    def program(x, w):
+        x.mul_(2)
+        return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * w).sigmoid().sum(-1)
+
+    eager = program(x.clone(), w)
+    compiled = torch.compile(program, backend="mindspeed", fullgraph=True, options=options)
+    for _ in range(2):
+        tagged = x.clone().as_subclass(Tagged)
+        result = compiled(tagged, w)
+        torch.testing.assert_close(result.as_subclass(torch.Tensor), eager)
+        torch.testing.assert_close(tagged.as_subclass(torch.Tensor), x * 2)

@@ -214,6 +214,17 @@ def test_something_else_is_left_alone():
         assert report.counts[NAME] == 0 and not report.skipped(NAME)
 
 
+def test_numbers_beside_a_moment_are_left_alone():
+    """A sum of all over the root of a mean of all: both without dimensions, as where gradients are clipped."""
+    for f in (
+        lambda x, y: x.sum() * torch.rsqrt(x.square().mean(0) + 1e-5),
+        lambda x, y: y * (x.sum() / torch.sqrt((x - x.mean(0)).square().mean(0) + 1e-5)),
+    ):
+        torch._dynamo.reset()
+        report = function_agrees(f, double(8), double(3, 8))
+        assert report.counts[NAME] == 0 and not report.counts["fusion.rms_norm"]
+
+
 @pytest.mark.parametrize("returned", ["both", "norm", "norm detached"])
 @pytest.mark.parametrize("codegen", ["eager", "inductor"])
 def test_sum_and_norm(returned, codegen):

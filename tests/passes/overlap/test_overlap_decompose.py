@@ -3,6 +3,7 @@ not.
 """
 
 import collections
+import operator
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from mindspeed_fx.cost.hardware import hardware
 from mindspeed_fx.graph.collectives import is_start, kind
 from mindspeed_fx.options import Options
 from mindspeed_fx.passes.base import Context
-from mindspeed_fx.passes.overlap.chunking import chunk_search, windows
+from mindspeed_fx.passes.overlap.chunking import chunk_rules, chunk_search, windows
 from mindspeed_fx.passes.overlap.chunking.chunk import compute_in_chunks
 from mindspeed_fx.passes.overlap.chunking.chunk_search import disjoint
 from mindspeed_fx.passes.overlap.chunking.chunk_spec import ChunkSpec, shares, through_view
@@ -276,3 +277,17 @@ def test_split_gradients_are_bitwise_the_same(ranks):
     for a, b in zip(layers.on_every_rank(split, mode), layers.on_every_rank(gm, mode)):
         assert all(torch.equal(x, y) for x, y in zip(a, b))
     dist.destroy_process_group()
+
+
+def test_a_call_that_says_nothing_of_its_results_stays_whole():
+    """Attention whose random state is saved for a checkpoint: torch's partitioner gives that node no values."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(8, 4)
+    saved = torch.ops.higher_order.run_and_save_rng_state
+    call = graph.call_function(saved, (torch.ops.aten.native_layer_norm.default, x, [4], None, None, 1e-5))
+    part = graph.call_function(operator.getitem, (graph.call_function(operator.getitem, (call, 1)), 0))
+    for node in (part, part.args[0]):
+        node.meta["val"] = torch.empty(8, 4)
+    assert chunk_rules.inputs(part.args[0], ChunkSpec(0, 1)) is None
+    assert not list(chunk_rules.results(call, x, ChunkSpec(0, 1)))

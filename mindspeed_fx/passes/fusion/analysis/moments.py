@@ -215,7 +215,9 @@ def keeps(n: fx.Node, x: fx.Node, dims: list[int]) -> bool:
     """Whether ``n``, a statistic of ``x`` over ``dims``, meets the elements that it was taken of."""
     n = n.args[0] if match.is_call(n, *algebra.EXPANDED) else n
     shape = match.value(n).shape
-    return len(shape) == match.value(x).dim() and all(symbols.statically_known_true(shape[d] == 1) for d in dims)
+    if len(shape) != match.value(x).dim() or not shape:  # two numbers: the norm of all gradients, a factor that clips
+        return False
+    return all(-len(shape) <= d < len(shape) and symbols.statically_known_true(shape[d] == 1) for d in dims)
 
 
 def _statistic(n: fx.Node, single: tuple, index: int) -> RootMoment | None:

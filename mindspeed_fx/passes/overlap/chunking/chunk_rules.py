@@ -88,6 +88,8 @@ def _inputs(node: fx.Node, out: Any) -> Iterator[tuple[fx.Node, Any]]:
     f, args = node.target, node.args
     if f is operator.getitem:
         many = args[0].meta.get("val")
+        if many is None:  # torch's partitioner says nothing of a call whose random state it saves
+            raise _Whole
         yield args[0], tuple(out if k == args[1] % len(many) else None for k in range(len(many)))
         return
     shape = _shape(node)

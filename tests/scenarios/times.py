@@ -1,0 +1,143 @@
+"""Step times of larger scenarios beside Inductor's: forward, backward, both backends in one process by turns.
+
+    python -m tests.scenarios.times [NAMES] [--rounds 15] [--out build/scenarios_runs]
+
+Processor seconds of one thread, so that others on the machine count less; one line a scenario, kept in ``times.jsonl``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import interleaved
+from tests.scenarios import runner
+from tests.scenarios.steps import loss_of
+
+
+def lora() -> tuple[torch.nn.Module, Any]:
+    import peft
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=2048,
+        use_cache=False,
+    )
+    model = peft.get_peft_model(transformers.LlamaForCausalLM(config), peft.LoraConfig(task_type="CAUSAL_LM", r=8))
+    ids = torch.randint(0, 2048, (4, 128))
+    return model, dict(input_ids=ids, labels=ids)
+
+
+def vit() -> tuple[torch.nn.Module, Any]:
+    import timm
+
+    model = timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=10)
+    return model, dict(x=torch.randn(4, 3, 224, 224))
+
+
+def unet() -> tuple[torch.nn.Module, Any]:
+    import diffusers
+
+    model = diffusers.UNet2DModel(
+        sample_size=32,
+        block_out_channels=(64, 64),
+        layers_per_block=1,
+        norm_num_groups=8,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    )
+    return model, dict(sample=torch.randn(4, 3, 32, 32), timestep=torch.tensor([3, 7, 1, 9]))
+
+
+def dit() -> tuple[torch.nn.Module, Any]:
+    import diffusers
+
+    model = diffusers.DiTTransformer2DModel(
+        num_attention_heads=4, attention_head_dim=64, in_channels=4, num_layers=2, sample_size=32
+    )
+    return model, dict(
+        hidden_states=torch.randn(2, 4, 32, 32), timestep=torch.tensor([3, 7]), class_labels=torch.tensor([1, 2])
+    )
+
+
+def decoder() -> tuple[torch.nn.Module, Any]:
+    import x_transformers
+
+    layers = x_transformers.Decoder(dim=256, depth=2, heads=4, rotary_pos_emb=True, use_rmsnorm=True, ff_glu=True)
+    net = x_transformers.TransformerWrapper(num_tokens=2048, max_seq_len=256, attn_layers=layers)
+    return x_transformers.AutoregressiveWrapper(net), dict(x=torch.randint(0, 2048, (4, 129)))
+
+
+def bert() -> tuple[torch.nn.Module, Any]:
+    import transformers
+
+    config = transformers.BertConfig(
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=2048,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    ids = torch.randint(0, 2048, (4, 128))
+    return transformers.BertForMaskedLM(config), dict(input_ids=ids, labels=ids)
+
+
+LARGER: dict[str, Callable[[], tuple[torch.nn.Module, Any]]] = {
+    "peft/lora": lora,
+    "transformers/masked/bert": bert,
+    "timm/vit_tiny_patch16_224": vit,
+    "x-transformers/decoder/rms_norm_swiglu": decoder,
+    "diffusers/dit": dit,
+    "diffusers/unet": unet,
+}
+
+
+def measure(build: Callable[[], tuple[torch.nn.Module, Any]], rounds: int) -> dict[str, float]:
+    """Median processor seconds of a step by backend."""
+    torch.manual_seed(0)
+    model, inputs = build()
+    steps = {}
+    for backend in ("inductor", "mindspeed"):
+        compiled = torch.compile(copy.deepcopy(model).train(), backend=backend)
+
+        def step(compiled: Any = compiled) -> None:
+            output = compiled(**inputs)
+            (output if isinstance(output, torch.Tensor) and output.ndim == 0 else loss_of(output)).backward()
+
+        steps[backend] = step
+    times = interleaved(steps, rounds, clock="processor")
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=list(LARGER))
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path, default=Path("build", "scenarios_runs"))
+    args = parser.parse_args()
+    runner.add_packages()
+    torch.set_num_threads(1)
+    for name in args.names:
+        torch._dynamo.reset()
+        seconds = measure(LARGER[name], args.rounds)
+        line = {"name": name, **{k: round(v, 5) for k, v in seconds.items()}}
+        print(json.dumps(line), f"ratio {seconds['mindspeed'] / seconds['inductor']:.2f}", flush=True)
+        with open(args.out / "times.jsonl", "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main()
