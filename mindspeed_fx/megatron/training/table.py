@@ -6,7 +6,15 @@ from mindspeed_fx.megatron import averages, cuda_calls, model_parts
 from mindspeed_fx.megatron.dualpipev import placement
 from mindspeed_fx.megatron.groups import kind
 from mindspeed_fx.megatron.patches import EVERYWHERE, WITHOUT_CUDA, Patch
-from mindspeed_fx.megatron.training import compile_chunks, fixed_documents, habits, initialize, optimizer_memory, tools
+from mindspeed_fx.megatron.training import (
+    compile_chunks,
+    fixed_documents,
+    forward_hooks,
+    habits,
+    initialize,
+    optimizer_memory,
+    tools,
+)
 
 INITIALIZE = "megatron.training.initialize"
 ARGUMENTS = "megatron.training.arguments"
@@ -65,6 +73,7 @@ def table() -> dict[str, list[Patch]]:
             Patch(placement.ITERATORS, placement.data_iterators, "the second chunk's data are mirrored", EVERYWHERE),
             Patch(tools.TRAIN, tools.train, "MindSpeed's tools begin and end with it", EVERYWHERE),
             Patch(tools.STEP, tools.train_step, "MindSpeed's tools count its iterations", EVERYWHERE),
+            *forward_hooks.table(),
         ],
     }
     if kind() != "cuda":
