@@ -46,6 +46,7 @@ PASSES = (
     Entry("fusion.ssd",                          "captured",    1, CLOSE, "chunks whole, before norms are read"),
     Entry("fusion.selective_scan",               "captured",    1, CLOSE, "states whole, before others read products"),
     Entry("canonicalize.batched_arithmetic",     "captured",    0, EXACT, "vmapped sums of the scans that are left"),
+    Entry("canonicalize.filled_buffers",         "captured",    1, EXACT, "scans' buffers are read; others are joined"),
     Entry("fusion.sinkhorn_knopp",               "captured",    1, CLOSE, "240 nodes less for all below to read"),
     Entry("fusion.grouped_matmul",               "captured",    1, CLOSE, "products per expert stay whole below"),
     Entry("fusion.moe_permute",                  "captured",    1, CLOSE, "sorted tokens, before others misread them"),

@@ -51,6 +51,7 @@ off, all are off."""
 SUPPORTING = (
     "canonicalize.autograd_function",
     "canonicalize.batched_arithmetic",
+    "canonicalize.filled_buffers",
     "canonicalize.gelu",
     "canonicalize.silu",
     "canonicalize.softmax",
