@@ -41,6 +41,16 @@ def test_every_returned_plan_traces_and_runs(name):
     equal_to_one_device(model, args, simulate(model, plan.sizes, plan, *args))
 
 
+def test_experts_lie_over_one_of_two_data_dimensions():
+    """Tokens are sent over one mesh dimension: the other one divides their weights elsewhere, and gathers them."""
+    torch.manual_seed(0)
+    model, args = Mixtral(1).double(), tokens()
+    plan = searched(model, args, mesh={"dp": 2, "cp": 2}, zero="zero2")
+    assert (plan.unsupported, plan.refused) == ([], {})
+    assert plan.parameters["layers.0.mlp.experts.gate"] == {"dp": "S(0)", "cp": "S(1)"}
+    equal_to_one_device(model, args, simulate(model, plan.sizes, plan, *args))
+
+
 def test_why_a_plan_fails_is_one_line():
     model, args = MODELS["packed"]()
     traced = searched(model, args, mesh={"tp": 2}, trace=False).searched.problem.traced
