@@ -4,8 +4,8 @@
 
 A cell is a model, a number of 910B2 and what each may use; all meshes, stages of a pipeline among them, are searched.
 Each plan of the table that a search returns (the best, and the best of the next meshes) becomes the program of one
-rank, forward and backward, of two layers of each kind, on tensors without storage; a plan that does not trace is a
-failure of its cell, also where the search itself passed it over. Seconds are of the processor, tracing included.
+rank, forward and backward, of two layers of each kind, on tensors without storage, which is how the search tries what
+it lists; one that it had to pass over is a failure of its cell. Seconds are of the processor, tracing included.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 from benchmarks import common, plan_models
 from mindspeed_fx.planning.search import plan
 from mindspeed_fx.planning.search.searched_plan import SearchedPlan
-from mindspeed_fx.planning.search.traced_plan import find_failure
 from mindspeed_fx.sharding.plan import ShardingError
 
 HARDWARE = "ascend910b2"
@@ -65,15 +64,11 @@ def traced(name: str, devices: int, memory: str, **sizes: Any) -> Cell:
         result.refused = str(error)
         return result
     result.best = f"{hit.seconds * 1e3:.0f} ms, {hit.memory / 2**30:.1f} GiB: {hit.layout}"
-    result.failures = hit.refused
     for other in hit.alternatives:
         assert isinstance(other, SearchedPlan)
-        if other.unsupported:
-            result.unsupported += 1
-        elif reason := find_failure(hit.searched.problem.traced, other, other.sizes):
-            result.failures[other.name] = reason
-        else:
-            result.traced += 1
+        result.unsupported += bool(other.unsupported)
+        result.traced += other.name in hit.searched.trials.passed
+    result.failures = hit.refused
     return result
 
 

@@ -58,11 +58,13 @@ def add_inputs(gm: fx.GraphModule, added: Sequence[torch.Tensor], stem: str) -> 
 
 def of_fixed_sizes(gm: fx.GraphModule, tensors: Sequence[torch.Tensor | None]) -> list[Any]:
     """What to trace inputs of Dynamo's graph with that Dynamo has not seen, such as a rank's parts of parameters: no
-    size of them is a symbol, as AOTAutograd would make it of a tensor without a context.
+    size of them is a symbol, as AOTAutograd would make it of a tensor without a context. Fake tensors stay as they are.
     """
     mode = tracing.fake_mode_of([n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder")])
     detached = [t if t is None else t.detach() for t in tensors]
-    return [t if t is None or mode is None else mode.from_tensor(t, static_shapes=True) for t in detached]
+    if mode is None:
+        return detached
+    return [t if t is None or tracing.is_fake(t) else mode.from_tensor(t, static_shapes=True) for t in detached]
 
 
 def read_through(

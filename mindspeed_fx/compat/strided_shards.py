@@ -32,6 +32,62 @@ def count_strided_shards_for_real() -> None:
     _StridedShard.local_shard_size_and_offset = real
 
 
+def part_strided_shards_of_changing_sizes() -> None:
+    """Pieces whose number is a symbol, as of tokens [batch * sequence] whose sequence is divided, DTensor (2.13) takes
+    apart and joins one by one, as many as there were in the step that was traced, and tells no guard. From here on they
+    are parted and joined by views, [pieces, ranks, elements of a rank's part of a piece]; where ranks cannot share each
+    piece evenly, the program is one of this number of pieces. Others stay as they are."""
+    from torch.distributed._functional_collectives import all_gather_tensor
+
+    if getattr(_StridedShard._select_split_tensor, "_by_views", False):
+        return
+    split, join, size = (
+        getattr(_StridedShard, name)
+        for name in ("_select_split_tensor", "_to_replicate_tensor", "local_shard_size_and_offset")
+    )
+
+    def is_even(self: Any, whole: Any, ranks: int) -> bool:
+        pieces = self.split_factor
+        if isinstance(pieces, int) or local_tensor_mode() is not None:
+            return False
+        if whole % (pieces * ranks) == 0:
+            return True
+        int(pieces)  # a guard
+        return False
+
+    @functools.wraps(split)
+    def part(self: Any, tensor: Any, num_chunks: int, index: Any, **kwargs: Any) -> Any:
+        if not is_even(self, tensor.shape[self.dim], num_chunks):
+            return split(self, tensor, num_chunks, index, **kwargs)
+        pieces = _pieces_of(tensor, self.dim, (self.split_factor, num_chunks))
+        return pieces.select(self.dim + 1, index).flatten(self.dim, self.dim + 1).clone()
+
+    @functools.wraps(join)
+    def whole(self: Any, local: Any, mesh: Any, mesh_dim: int, shape: Any) -> Any:
+        ranks = mesh.size(mesh_dim)
+        if not is_even(self, shape[self.dim], ranks):
+            return join(self, local, mesh, mesh_dim, shape)
+        parts = all_gather_tensor(local.contiguous(), 0, (mesh, mesh_dim)).unflatten(0, (ranks, local.shape[0]))
+        parts = _pieces_of(parts, self.dim + 1, (self.split_factor,))
+        return parts.movedim(0, self.dim + 1).flatten(self.dim, self.dim + 2)
+
+    @functools.wraps(size)
+    def own_size(self: Any, whole: Any, ranks: int, rank: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_even(self, whole, ranks) or args or kwargs:
+            return size(self, whole, ranks, rank, *args, **kwargs)
+        return whole // ranks, rank * (whole // (self.split_factor * ranks))
+
+    part._by_views = True  # type: ignore[attr-defined]
+    _StridedShard._select_split_tensor = part
+    _StridedShard._to_replicate_tensor = whole
+    _StridedShard.local_shard_size_and_offset = own_size
+
+
+def _pieces_of(x: Any, dim: int, sizes: Sequence[Any]) -> Any:
+    """``x`` with ``dim`` as dimensions of ``sizes``, and one behind them of what is left."""
+    return x.unflatten(dim, (*sizes, x.shape[dim] // math.prod(sizes)))
+
+
 def price_strided_shards_plainly() -> None:
     """What it costs to bring a strided shard to where a way of an operator wants it DTensor (2.13) asks the cheapest
     path through all placements of the mesh, for every way of every operator: 0.3 s each on three mesh dimensions,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from typing import Any, Callable, Iterator
 
 import sympy
@@ -34,6 +35,16 @@ def symbol_hints(size: torch.SymInt) -> dict[sympy.Symbol, int]:
     return {s: int(known[s]) for s in size.node.expr.free_symbols if isinstance(known.get(s), (int, sympy.Integer))}
 
 
+def is_known_by_data(size: Any) -> bool:
+    """Whether a dimension is a number that only data tell while the program runs, such as the length of ``x[mask]``, or
+    one that differs among the ranks of one process; not one that callers choose."""
+    if not isinstance(size, torch.SymInt):
+        return False
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return not hasattr(size.node, "expr") or bool(free_unbacked_symbols(size))
+
+
 @contextlib.contextmanager
 def without_guards(gm: fx.GraphModule) -> Iterator[None]:
     """Comparisons of sizes of ``gm`` are answered for those that it was traced with, and decide nothing that runs: no
@@ -60,3 +71,32 @@ def untraced(function: Callable) -> Callable:
             return function(*args, **kwargs)
 
     return run
+
+
+def multiply_two_at_a_time() -> None:
+    """A size that was computed outside of a trace torch (2.13) makes anew of the trace's own, a product of three as one
+    call of ``operator.mul``, which takes two: the call fails, or the code that is written of it leaves the third out.
+    From here on a product is made of products of two; nothing else changes."""
+    from torch.fx.experimental import proxy_tensor
+
+    own = getattr(proxy_tensor, "_build_proxy_for_sym_expr", None)
+    register = getattr(proxy_tensor, "_sym_register", None)
+    if own is None or register is None or getattr(own, "_two_at_a_time", False):
+        return
+
+    @functools.wraps(own)
+    def build(tracer: Any, expr: Any, out: Any = None) -> Any:
+        known = getattr(tracer, "sympy_expr_tracker", {})
+        if not isinstance(expr, sympy.Mul) or len(expr.args) < 3 or expr in known:
+            return own(tracer, expr, out)
+        first, *rest = expr.args
+        factors = build(tracer, first), build(tracer, sympy.Mul(*rest))
+        if any(f is None for f in factors):
+            return None
+        if out is None:
+            return operator.mul(*factors)
+        register(tracer, operator.mul, factors, out)
+        return out
+
+    build._two_at_a_time = True  # type: ignore[attr-defined]
+    proxy_tensor._build_proxy_for_sym_expr = build

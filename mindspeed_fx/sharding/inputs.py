@@ -94,8 +94,8 @@ def _each(x: Any, name: str, prefix: str) -> Any:
 
 def is_cut_outside(node: fx.Node, x: Any, value: Any, result: Any) -> bool:
     """Whether an argument that is passed whole is cut to this rank's part before the compiled program, which then is
-    the same on every rank that differs in nothing else: contiguous, of a fixed size that ranks share evenly, not
-    written, and without a gradient.
+    the same on every rank that differs in nothing else: contiguous, of a size that ranks share evenly (a guard where
+    it is a symbol), not written, and without a gradient.
 
     Args:
         node: its placeholder.
@@ -110,8 +110,7 @@ def is_cut_outside(node: fx.Node, x: Any, value: Any, result: Any) -> bool:
     if not divided or node.meta.get("mutated") or dims_in_chunks(result.plan, mesh):
         return False
     ranks = {d: math.prod(mesh.size(i) for i, other in divided if other == d) for _, d in divided}
-    fixed = all(isinstance(n, int) for n in (*x.shape, *x.stride()))
-    return fixed and x.is_contiguous() and all(x.shape[d] % n == 0 and x.shape[d] > 0 for d, n in ranks.items())
+    return x.is_contiguous() and all(x.shape[d] % n == 0 and x.shape[d] > 0 for d, n in ranks.items())
 
 
 def own_part(x: torch.Tensor, placements: Sequence[Placement], mesh: DeviceMesh) -> torch.Tensor:

@@ -175,18 +175,19 @@ def localize(
 
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     _check_changing_sizes(inputs, result.plan)
-    values = [_value(n, x, result) for n, x in zip(placeholders, inputs, strict=True)]
+    seen = [_of_changing_size(n, x) for n, x in zip(placeholders, inputs, strict=True)]
+    values = [_value(n, x, result) for n, x in zip(placeholders, seen)]
     random_call = next((n for graph in (gm, *bodies(gm)) for n in graph.graph.nodes if draws(n)), None)
-    check = InputCheck(result.sharding, arguments_of(placeholders, inputs, values, result), inputs, random_call)
+    check = InputCheck(result.sharding, arguments_of(placeholders, seen, values, result), seen, random_call)
     mesh = result.sharding.mesh
-    cuts = {i: v for i, (n, x, v) in enumerate(zip(placeholders, inputs, values)) if is_cut_outside(n, x, v, result)}
+    cuts = {i: v for i, (n, x, v) in enumerate(zip(placeholders, seen, values)) if is_cut_outside(n, x, v, result)}
     values = [replace(v, part=True) if i in cuts else v for i, v in enumerate(values)]
     program = result.program = Program(gm, result.plan, mesh, values, hands_on=result.between[1])
     result.groups = distributed.name_groups(mesh)
     program.place = f"{distributed.mesh_text(mesh)} {mesh.get_coordinate()} {result.between}"
     parts = [
         x.to_local() if isinstance(x, DTensor) else own_part(x, cuts[i].placements, mesh) if i in cuts else None
-        for i, x in enumerate(inputs)
+        for i, x in enumerate(seen)
     ]
     parts = graph_inputs.of_fixed_sizes(gm, parts)
     local = [x if part is None else part.requires_grad_(x.requires_grad) for x, part in zip(inputs, parts)]
@@ -202,6 +203,13 @@ def localize(
         return run
 
     return dtensor.as_graph(program, gm), local, wrap
+
+
+def _of_changing_size(node: fx.Node, x: Any) -> Any:
+    """``x``, or, where sizes of it are symbols, the fake tensor that has them."""
+    fake = node.meta.get("example_value")
+    sizes = (*fake.shape, *fake.stride()) if isinstance(fake, torch.Tensor) else ()
+    return fake if any(isinstance(n, torch.SymInt) for n in sizes) else x
 
 
 def check_options(options: Any) -> None:
@@ -223,7 +231,7 @@ def check_options(options: Any) -> None:
 
 
 def _check_changing_sizes(inputs: Sequence[Any], plan: Any) -> None:
-    """Refuse symbolic sizes under plans that divide the arguments, or experts.
+    """Refuse symbolic sizes under plans that divide experts, or in which keys go round.
 
     Raises:
         ShardingError: with what the plan divides.
@@ -231,12 +239,18 @@ def _check_changing_sizes(inputs: Sequence[Any], plan: Any) -> None:
     sizes = [n for x in inputs for n in (x.shape if isinstance(x, torch.Tensor) else [x])]
     if not any(isinstance(n, torch.SymInt) for n in sizes):
         return
-    what = "arguments" if plan.inputs else "experts" if plan.experts or "ep" in plan.mesh else None
-    if what is not None:
+    what = "divides experts" if plan.experts or "ep" in plan.mesh else "passes keys round" if _has_ring(plan) else ""
+    if what:
         raise ShardingError(
-            f'plan "{plan.name}" divides {what}, and takes fixed sizes: torch.compile(..., dynamic=False) compiles '
-            "once for each size, so pad batches to a few; sizes may change under tp and tp_sp"
+            f'plan "{plan.name}" {what}, and takes fixed sizes: torch.compile(..., dynamic=False) compiles '
+            "once for each size, so pad batches to a few (as examples/train_hf.py --buckets does)"
         )
+
+
+def _has_ring(plan: Any) -> bool:
+    edges = [edge for name, edge in plan.operators.items() if "attention" in name]
+    keys = [placed for edge in edges for name, placed in edge.arguments.items() if "key" in name]
+    return any("S(2)" in placed.values() for placed in keys)
 
 
 @contextlib.contextmanager

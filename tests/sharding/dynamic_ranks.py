@@ -1,18 +1,22 @@
-"""What two gloo processes check of sizes that change; run by test_dynamic_sizes.py."""
+"""What gloo processes check of sizes that change; run by test_dynamic_sizes.py."""
 
 from __future__ import annotations
 
 import copy
+import math
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 
 import mindspeed_fx
+from mindspeed_fx.sharding.plan import ShardingError
+from tests.sharding.input_ranks import Small
 from tests.sharding.llama import Llama
 
-RANKS = 2
+MODELS = {"llama": lambda: Llama(1), "small": Small}
 
 
 def batch(rows, seq):
@@ -20,28 +24,60 @@ def batch(rows, seq):
     return tuple(torch.randint(0, 64, (rows, seq), generator=generator) for _ in range(2))
 
 
-def worker(rank, store, dim, plan, sizes, dynamic, compiles, codegen):
-    """Loss and every gradient of each (rows, positions) in ``sizes`` are one device's, with so many compilations."""
+def part(x, mesh, placed):
+    """This rank's part of an argument; ``placed``: mesh dimension -> dimension of it."""
+    for name, dim in placed.items():
+        x = x.chunk(mesh[name].size(), dim)[mesh.get_local_rank(name)]
+    return x.contiguous()
+
+
+def worker(rank, store, kind, mesh, plan, sizes, dynamic, compiles, codegen, placed=None):
+    """Loss and every gradient of each (rows, positions) in ``sizes`` are one device's, with so many compilations.
+
+    Args:
+        mesh: dimension -> ranks.
+        placed: with ``inputs="local"`` where the arguments are divided, mesh dimension -> dimension.
+    """
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+    ranks = math.prod(mesh.values())
+    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     torch.manual_seed(0)
-    whole = Llama(1).double()
-    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=(dim,))
-    model = mindspeed_fx.parallelize(copy.deepcopy(whole), mesh, plan)
+    whole = MODELS[kind]().double()
+    mesh = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
+    model = mindspeed_fx.parallelize(copy.deepcopy(whole), mesh, plan, inputs="local" if placed else "whole")
     step = torch.compile(model, backend="mindspeed", fullgraph=True, dynamic=dynamic, options={"codegen": codegen})
     torch._dynamo.reset()
     counters.clear()
     for rows, seq in sizes:
         for m in (whole, model):
             m.zero_grad()
-        losses = []
-        for run in (whole, step):
-            losses.append(run(*batch(rows, seq)))
-            losses[-1].backward()
+        args = batch(rows, seq)
+        losses = [whole(*args), step(*(part(x, mesh, placed or {}) for x in args))]
+        for loss in losses:
+            loss.backward()
         assert abs(losses[0] - losses[1]) <= 1e-12 * abs(losses[0]), (plan, rows, seq, losses)
         for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
             difference = (p.grad.full_tensor() - q.grad).abs().max()
             assert difference <= 1e-12 * q.grad.abs().max(), (plan, rows, seq, name, difference)
     print("COMPILES", counters["stats"]["unique_graphs"], flush=True)
     assert compiles is None or counters["stats"]["unique_graphs"] == compiles, counters["stats"]
+    dist.destroy_process_group()
+
+
+def compares(rank, store):
+    """A new size for which nothing is compiled: ranks compare their arguments all the same."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    torch.manual_seed(0)
+    model = mindspeed_fx.parallelize(Small().double(), mesh, "zero2")
+    options = {"codegen": "eager", "level": 1}
+    step = torch.compile(model, backend="mindspeed", fullgraph=True, dynamic=True, options=options)
+    counters.clear()
+    step(*batch(4, 8))
+    step(*batch(6, 12))
+    ids, labels = batch(8, 6)
+    with pytest.raises(ShardingError, match='argument "ids".* has other values on another rank'):
+        step(ids + rank, labels)
+    assert counters["stats"]["unique_graphs"] == 1
     dist.destroy_process_group()

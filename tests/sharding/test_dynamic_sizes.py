@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,12 +12,21 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 
 import mindspeed_fx
+from mindspeed_fx.backend import Compilation
 from tests import ranks
 from tests.sharding import dynamic_ranks
+from tests.sharding.input_ranks import Small
 from tests.sharding.llama import Llama
+from tests.sharding.mixtral import Mixtral
 
 LENGTHS = [(4, n) for n in (100, 101, 500, 237, 352, 499)]
 BATCHES = [(4, 16), (4, 18), (6, 20), (4, 17), (5, 33), (3, 64)]
+ROWS = [(4, 16), (5, 17), (6, 20), (7, 33)]
+
+
+def check(tmp_path, kind, mesh, plan, sizes, dynamic, compiles, codegen="eager", placed=None):
+    arguments = (str(tmp_path / "store"), kind, mesh, plan, sizes, dynamic, compiles, codegen, placed)
+    ranks.spawn(dynamic_ranks.worker, arguments, nprocs=math.prod(mesh.values()))
 
 
 @pytest.mark.slow
@@ -25,51 +37,113 @@ BATCHES = [(4, 16), (4, 18), (6, 20), (4, 17), (5, 33), (3, 64)]
         ("tp", "tp_sp", LENGTHS, None, 3),  # and the first, which is compiled as it is
         ("tp", "tp", BATCHES, True, 1),
         ("tp", "tp_sp", BATCHES, True, 2),
+        ("dp", "zero1", ROWS, True, 2),
+        ("dp", "zero2", ROWS, True, 2),
+        ("dp", "zero2", ROWS, None, 3),
+        ("dp", "zero3", ROWS, True, 2),
+        ("cp", "ulysses", ROWS, True, 2),
+        ("cp", "ulysses", ROWS, None, 3),
+        ("cp", "kv_allgather", ROWS, True, 2),
     ],
 )
 def test_each_loss_and_gradient_is_one_devices(dim, plan, sizes, dynamic, compiles, tmp_path):
-    arguments = (str(tmp_path / "store"), dim, plan, sizes, dynamic, compiles, "eager")
-    ranks.spawn(dynamic_ranks.worker, arguments, nprocs=dynamic_ranks.RANKS)
+    check(tmp_path, "llama", {dim: 2}, plan, sizes, dynamic, compiles)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dim,plan,sizes", [("tp", "tp_sp", LENGTHS[:4])])
+def test_of_two_plans(tmp_path):
+    sizes = [(4, 16), (6, 20), (8, 12)]
+    check(tmp_path, "llama", {"dp": 2, "tp": 2}, "zero2+tp_sp", sizes, True, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim,plan,placed", [("dp", "zero2", {"dp": 0}), ("cp", "ulysses", {"cp": 1})])
+def test_of_parts_that_ranks_pass(dim, plan, placed, tmp_path):
+    check(tmp_path, "llama", {dim: 2}, plan, [(4, 16), (6, 20), (8, 12)], True, None, placed=placed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "dim,plan,sizes", [("tp", "tp_sp", LENGTHS[:4]), ("dp", "zero2", ROWS), ("cp", "ulysses", ROWS)]
+)
 def test_in_generated_code(dim, plan, sizes, tmp_path):
-    arguments = (str(tmp_path / "store"), dim, plan, sizes, True, 2, "inductor")
-    ranks.spawn(dynamic_ranks.worker, arguments, nprocs=dynamic_ranks.RANKS)
+    check(tmp_path, "llama", {dim: 2}, plan, sizes, True, 2, "inductor")
+
+
+def test_rows_that_change_are_one_devices(tmp_path):
+    check(tmp_path, "small", {"dp": 2}, "zero2", [(4, 8), (6, 12), (5, 9), (7, 6)], True, 2)
+
+
+def test_ranks_compare_each_new_size(tmp_path):
+    ranks.spawn(dynamic_ranks.compares, (str(tmp_path / "store"),), nprocs=2)
 
 
 @pytest.fixture
 def compiled():
-    """``compiled(dim, plan, **settings)``: a step as rank 0 of two whose messages go nowhere."""
+    """``compiled(model, sizes, plan, **settings)``: a step as rank 0 of ranks whose messages go nowhere."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    def run(dim, plan, **settings):
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(dim,))
+    def run(model, sizes, plan, dynamic=True, **settings):
+        if not dist.is_initialized():
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(sizes.values()))
+        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         torch.manual_seed(0)
-        model = mindspeed_fx.parallelize(Llama(1).double(), mesh, plan, **settings)
+        model = mindspeed_fx.parallelize(model.double(), mesh, plan, **settings)
         torch._dynamo.reset()
         counters.clear()
-        return torch.compile(
-            model, backend="mindspeed", fullgraph=True, dynamic=True, options={"codegen": "eager", "level": 1}
-        )
+        options = {"codegen": "eager", "level": 1}
+        return torch.compile(model, backend="mindspeed", fullgraph=True, dynamic=dynamic, options=options)
 
     yield run
     dist.destroy_process_group()
 
 
-def test_lengths_that_ranks_share_evenly_are_one_program(compiled):
-    step = compiled("tp", "tp_sp")
-    for n in (16, 18, 64):
-        step(*dynamic_ranks.batch(4, n)).backward()
+@pytest.mark.parametrize("mesh,plan", [({"tp": 2}, "tp_sp"), ({"cp": 2}, "ulysses")])
+def test_lengths_that_ranks_share_evenly_are_one_program(mesh, plan, compiled):
+    step = compiled(Llama(1), mesh, plan)
+    for rows, seq in ((4, 16), (6, 18), (8, 64)):
+        step(*dynamic_ranks.batch(rows, seq)).backward()
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.fixture
+def collectives(monkeypatch):
+    """Words of the collectives of the graphs that are compiled, and how often each is there."""
+    counts = collections.Counter()
+    run = Compilation.run_eagerly
+
+    def counted(self, gm, *args, **kwargs):
+        names = [str(n.target) for n in gm.graph.nodes if "_c10d_functional" in str(n.target)]
+        counts.update(name for name in names if "wait" not in name)
+        return run(self, gm, *args, **kwargs)
+
+    monkeypatch.setattr(Compilation, "run_eagerly", counted)
+    return counts
+
+
 @pytest.mark.parametrize(
-    "dim,plan,inputs",
-    [("cp", "ring", "whole"), ("cp", "ulysses", "whole"), ("dp", "zero2", "whole"), ("dp", "zero2", "local")],
+    "kind,mesh,plan",
+    [
+        (Llama, {"tp": 2}, "tp_sp"),
+        (Small, {"dp": 2}, "zero2"),
+        pytest.param(Llama, {"dp": 2, "tp": 2}, "zero2+tp_sp", marks=pytest.mark.slow),
+        pytest.param(Llama, {"cp": 2}, "kv_allgather", marks=pytest.mark.slow),
+    ],
 )
-def test_plans_that_divide_arguments_are_refused(compiled, dim, plan, inputs):
-    with pytest.raises(Exception, match=rf'plan "{plan}" divides arguments, and takes fixed sizes: .*dynamic=False'):
-        compiled(dim, plan, inputs=inputs)(*dynamic_ranks.batch(4, 16))
+def test_collectives_are_those_of_fixed_sizes(kind, mesh, plan, compiled, collectives):
+    counts = []
+    for dynamic in (True, False):
+        collectives.clear()
+        model = Llama(1) if kind is Llama else kind()
+        compiled(model, mesh, plan, dynamic=dynamic)(*dynamic_ranks.batch(4, 16)).backward()
+        counts.append(dict(collectives))
+    assert counts[0] == counts[1] and counts[0]
+
+
+@pytest.mark.parametrize(
+    "kind,dim,plan,what",
+    [(Llama, "cp", "ring", "passes keys round"), (Mixtral, "ep", "ep", "divides experts")],
+)
+def test_what_takes_fixed_sizes_is_refused(kind, dim, plan, what, compiled):
+    with pytest.raises(Exception, match=rf'plan "{plan}" {what}, and takes fixed sizes: .*dynamic=False'):
+        compiled(kind(1), {dim: 2}, plan)(*dynamic_ranks.batch(4, 16))

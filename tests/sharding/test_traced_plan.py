@@ -41,6 +41,16 @@ def test_every_returned_plan_traces_and_runs(name):
     equal_to_one_device(model, args, simulate(model, plan.sizes, plan, *args))
 
 
+def test_experts_lie_over_one_of_two_data_dimensions():
+    """Tokens are sent over one mesh dimension: the other one divides their weights elsewhere, and gathers them."""
+    torch.manual_seed(0)
+    model, args = Mixtral(1).double(), tokens()
+    plan = searched(model, args, mesh={"dp": 2, "cp": 2}, zero="zero2")
+    assert (plan.unsupported, plan.refused) == ([], {})
+    assert plan.parameters["layers.0.mlp.experts.gate"] == {"dp": "S(0)", "cp": "S(1)"}
+    equal_to_one_device(model, args, simulate(model, plan.sizes, plan, *args))
+
+
 def test_why_a_plan_fails_is_one_line():
     model, args = MODELS["packed"]()
     traced = searched(model, args, mesh={"tp": 2}, trace=False).searched.problem.traced
@@ -54,6 +64,7 @@ def test_a_plan_that_fails_is_not_returned_and_says_why(monkeypatch):
     first = searched(model, args, devices=2, keep=2, trace=False)
     names = [p.name for p in first.alternatives]
     monkeypatch.setattr(traced_plan, "find_failure", lambda t, plan, s: "too odd" if plan.name == names[0] else None)
+    first.searched.trials.asked = True
     second = _first_that_traces(first.searched)
     assert second.name == names[1]
     assert second.refused == {names[0]: "too odd"} == second.summary()["refused"]
@@ -61,5 +72,25 @@ def test_a_plan_that_fails_is_not_returned_and_says_why(monkeypatch):
     assert second.explain(names[0]) == f"{names[0]} was not returned: too odd"
     assert [p.name for p in second.alternatives] == [names[1]]
     monkeypatch.setattr(traced_plan, "find_failure", lambda *_: "too odd")
+    first.searched.trials.passed.clear()
     with pytest.raises(ShardingError, match="no rank can make its program of the plans that fit .*too odd"):
         _first_that_traces(first.searched)
+
+
+def test_what_is_listed_was_tried_or_says_that_it_was_not(monkeypatch):
+    model, args = MODELS["packed"]()
+    plan = searched(model, args, devices=2, keep=3)
+    names = [str(s.layout) for s in plan.searched.outcome.solutions]
+    tried = []
+
+    def fails(traced, other, sizes):
+        tried.append(other.name)
+        return "too odd" if other.name == names[2] else None
+
+    monkeypatch.setattr(traced_plan, "find_failure", fails)
+    for _ in range(2):
+        assert [p.name for p in plan.alternatives] == [plan.name, names[1]] and tried == names[1:]
+    assert plan.refused == {names[2]: "too odd"}
+    untried = searched(model, args, devices=2, keep=2, trace=False)
+    assert [p.row()["runs"] for p in untried.alternatives] == ["not tried"] * 2
+    assert tried == names[1:]

@@ -14,8 +14,9 @@
 * ``schedules.py``: idle time and kept microbatches of a pipeline's schedules; ``stage_loads.py``: what each rank of a
   pipeline does and holds; ``stage_step.py``: the modelled step of one choice (``solution.py``);
   ``schedule_reasons.py``: why this schedule
-* ``to_plan.py``: a solution as a plan; ``constraints.py``: a plan as a restriction; ``searched_plan.py``: the plan with
-  its numbers and reasons; ``plan_table.py``, ``search_svg.py``: as text and as a picture
+* ``to_plan.py``: a solution as a plan; ``traced_plan.py``, ``trials.py``: which of them trace; ``constraints.py``: a
+  plan as a restriction; ``searched_plan.py``: the plan with its numbers and reasons;
+  ``plan_table.py``, ``search_svg.py``: as text and as a picture
 """
 
 from __future__ import annotations
@@ -72,9 +73,9 @@ def plan(
         microbatches: how many; None: searched.
         zero: "never", "zero2" or "zero3"; None: searched.
         recompute: "none", "norm+activation_function" or "full"; None: searched.
-        trace: whether the program of a rank is made on fake tensors before a plan is returned, of two layers of each
-            kind: a plan that fails there is not returned, and :attr:`SearchedPlan.refused` says why. Not done where a
-            process group exists (torchrun's), and of stages the layers alone.
+        trace: whether the program of a rank is made on fake tensors before a plan is returned or listed, of two layers
+            of each kind: a plan that fails there is neither, and :attr:`SearchedPlan.refused` says why. Not done where
+            a process group exists (torchrun's); such plans are listed as "not tried". Of stages the layers alone.
 
     Returns:
         :class:`~mindspeed_fx.planning.search.searched_plan.SearchedPlan`: a :class:`~mindspeed_fx.Plan` with
@@ -89,7 +90,7 @@ def plan(
     from mindspeed_fx.planning.search.costs import OPTIMIZERS, Prices
     from mindspeed_fx.planning.search.highs import milp
     from mindspeed_fx.planning.search.model_graph import trace_model
-    from mindspeed_fx.planning.search.searched_plan import Searched, SearchedPlan
+    from mindspeed_fx.planning.search.searched_plan import Searched
 
     arguments.check_module("plan", model)
     arguments.check_call("plan", args, kwargs, model)
@@ -114,29 +115,22 @@ def plan(
         problem = trace_model(model, args, kwargs or {}, fixed.get("pp", 0 if pipeline and devices > 1 else 1))
         outcome = branch_and_bound(problem, hw, devices, limit, keep=keep, **settings)
     searched = Searched(problem, Prices(problem, hw, optimizer), devices, limit, outcome, settings)
-    return _first_that_traces(searched) if trace else SearchedPlan.of(searched, outcome.solutions[0])
+    searched.trials.asked = trace
+    return _first_that_traces(searched)
 
 
 def _first_that_traces(searched: Any) -> Any:
-    """The fastest plan of which a rank can make its program; slower ones before it are no alternatives any more.
+    """The fastest plan of which a rank can make its program.
 
     Raises:
         ShardingError: none can; says why of each.
     """
-    from torch.distributed import is_available, is_initialized
-
     from mindspeed_fx.planning.search.searched_plan import SearchedPlan
-    from mindspeed_fx.planning.search.traced_plan import find_failure
 
-    for solution in list(searched.outcome.solutions):
+    for solution in searched.outcome.solutions:
         plan = SearchedPlan.of(searched, solution)
-        if plan.unsupported or (is_available() and is_initialized()):
+        if searched.trials.take(plan):
             return plan
-        reason = find_failure(searched.problem.traced, plan, plan.sizes)
-        if reason is None:
-            return plan
-        searched.refused[plan.name] = reason
-        searched.outcome.solutions.remove(solution)
     reasons = "; ".join(f"{name}: {why}" for name, why in searched.refused.items())
     raise ShardingError(f"plan: no rank can make its program of the plans that fit ({reasons})")
 

@@ -21,6 +21,7 @@ from mindspeed_fx.planning.search.solution import Solution
 from mindspeed_fx.planning.search.solve import Program
 from mindspeed_fx.planning.search.strategy_space import SUMMED, Label, P, R
 from mindspeed_fx.planning.search.to_plan import emit
+from mindspeed_fx.planning.search.trials import Trials
 from mindspeed_fx.sharding.plan import Plan, ShardingError, parse_placement
 
 GiB = 2**30
@@ -37,6 +38,7 @@ class Searched:
     outcome: Outcome
     settings: dict[str, Any]
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
+    trials: Trials = dataclasses.field(default_factory=Trials)
 
 
 class SearchedPlan(Plan):
@@ -62,7 +64,7 @@ class SearchedPlan(Plan):
 
     @property
     def refused(self) -> dict[str, str]:
-        """Faster plans that were not returned -> why no rank can make its program of them."""
+        """Plans that are neither returned nor listed -> why no rank can make its program of them."""
         return self.searched.refused
 
     # ---------------------------------------------------------------- numbers
@@ -112,10 +114,10 @@ class SearchedPlan(Plan):
 
     @property
     def alternatives(self) -> list["SearchedPlan"]:
-        """The best plan of each of the best meshes, this one's first."""
-        return [
-            self if s is self.solution else SearchedPlan.of(self.searched, s) for s in self.searched.outcome.solutions
-        ]
+        """The best plan of each of the best meshes, fastest first, of which a rank can make its program."""
+        every = self.searched.outcome.solutions
+        plans = [self if s is self.solution else SearchedPlan.of(self.searched, s) for s in every]
+        return [p for p in plans if p is self or self.searched.trials.take(p)]
 
     def layers(self) -> list[dict[str, Any]]:
         """Time and memory by kind of layer: layer, count, compute, collectives (seconds of one), state, kept (bytes of
@@ -146,17 +148,12 @@ class SearchedPlan(Plan):
         for move, p, t, seconds, _ in self.solution.moves:
             if seconds or (p == R) != (t in (R, SUMMED)):
                 forth, back = self.collective_words(move, p, t)
+                readers = {e.node.module for e in move.readers if self.solution.strategies[e.node].ins[e.argument] == t}
                 rows.append(
                     {
                         "value": move.value.producer.op,
                         "module": move.value.producer.module,
-                        "to": sorted(
-                            {
-                                e.node.module
-                                for e in move.readers
-                                if self.solution.strategies[e.node].ins[e.argument] == t
-                            }
-                        ),
+                        "to": sorted(readers),
                         "from": self.say(p),
                         "as": self.say(t),
                         "forward": forth,

@@ -181,6 +181,7 @@ class _Emitter:
                     if free is not None:
                         placed[dim] = f"S({free})"
                         remaining[free] //= ranks
+                        kept |= {free} & {expert}  # tokens are sent over one mesh dimension
             if placed:
                 self.parameters.update(dict.fromkeys(names, placed))
 

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils import _pytree as pytree
 
-from mindspeed_fx.compat import dtensor
+from mindspeed_fx.compat import dtensor, symbols
 from mindspeed_fx.compat.placements import REPLICATED
 from mindspeed_fx.graph import op_sets
 from mindspeed_fx.kernels.sharding import along
@@ -170,7 +170,7 @@ def is_sized_by_data(args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether an argument has a size that is known only when the program runs (``x[mask]``). Such values are whole, and
     DTensor cannot place what is made of them: their operators run on whole values, whichever they are."""
     tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, DTensor)]
-    return any(isinstance(size, torch.SymInt) for x in tensors for size in x.shape)
+    return any(symbols.is_known_by_data(size) for x in tensors for size in x.shape)
 
 
 def name_of(target: torch._ops.OpOverload) -> str:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
-from mindspeed_fx.compat import autocast, dtensor, dynamo, packed_shards, strided_shards, tracing
+from mindspeed_fx.compat import autocast, dtensor, dynamo, packed_shards, strided_shards, symbols, tracing
 from mindspeed_fx.errors import OptionError
 from mindspeed_fx.graph.annotate import bodies
 from mindspeed_fx.graph.provenance import module_path
@@ -67,6 +67,8 @@ class Program(torch.nn.Module):
         strided_shards.count_strided_shards_for_real()
         strided_shards.price_strided_shards_plainly()
         strided_shards.redistribute_strided_shards_in_order()
+        strided_shards.part_strided_shards_of_changing_sizes()
+        symbols.multiply_two_at_a_time()
         object.__setattr__(self, "graph", graph)
         self.plan, self.mesh, self.values = plan, mesh, values
         self.place = ""

@@ -36,6 +36,12 @@ SMALL = 64
 longer, 10.5 % at worst.
 """
 
+STALE = 40
+"""Orders without a shorter one after which a search of more than SMALL tasks ends, so that it takes as long as the
+graph is large, not as its times are: thirteen graphs of launch scripts and models come out as with all of WORK but for
+one, 0.004 % longer; random graphs of 40 tasks would up to 8 % (benchmarks/results/2026-11-25-overlap_search.txt).
+"""
+
 STRETCHES = 4
 """Tasks that searches of single stretches may place for each of the others: placing one takes a fifth of the time.
 benchmarks/results/2026-11-22-overlap_graphs.txt has steps without these searches and with them: 1.058 and 1.035 of the
@@ -128,7 +134,7 @@ class _Search:
         self.reverse: TaskGraph | None = None
         self.expected: list[float] | None = None
         self.release: list[float] | None = None
-        self.spent = 0
+        self.spent = self.stale = 0
 
     def run(self, work: int) -> None:
         alap, size = self.graph.alap_lengths, len(self.graph)
@@ -139,7 +145,7 @@ class _Search:
             if self.spent >= work or self._done():
                 return
         dice = random.Random(0)
-        while self.spent < work and not self._done():
+        while self.spent < work and not self._done() and not (self.stale > STALE and size > SMALL):
             noise = dice.choice((0.1, 0.3, 1.0))
             patience = dice.choice((0.0, 0.0, 0.5, 1.0, 3.0))
             self.release = (
@@ -171,8 +177,9 @@ class _Search:
             self.graph, keys, limit=self.limit, patience=patience, expected=self.expected, release=self.release
         )
         self.spent += len(self.graph)
-        seconds = max(end, default=0.0)
+        seconds, self.stale = max(end, default=0.0), self.stale + 1
         if seconds < self.best:
+            self.stale = 0
             self.best, self.best_order = seconds, order
             self.expected = [max((end[n] for n in t.needs), default=0.0) for t in self.graph.tasks]
         return seconds, end
