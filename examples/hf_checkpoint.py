@@ -143,7 +143,7 @@ def make_tensors(trainer: Any) -> dict[str, Any]:
     if trainer.device.type != "cpu":
         random["device"] = getattr(torch, trainer.device.type).get_rng_state()
     if trainer.pipeline is not None:
-        random |= {f"{name}{OF_STAGE}{trainer.pipeline.rank}": state for name, state in random.items()}
+        random |= {f"{name}{OF_STAGE}{trainer.pipeline.rank}": state.clone() for name, state in random.items()}
     return {"model": whole, "optimizer": states, "random": random}
 
 

@@ -121,7 +121,7 @@ class Pipeline:
         """Text that the model goes on with after the beginning of a held-out row (causal), or makes of one with masks;
         every rank calls it.
         """
-        rows = self.microbatches
+        rows = batch["input_ids"].shape[0]  # as many as a step has: microbatches and ranks share them
         ids = batch["input_ids"][:1].expand(rows, -1)
         start, kwargs = ids[:, : min(32, length)], {"labels": None}
         name = "input_ids"

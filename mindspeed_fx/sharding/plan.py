@@ -99,7 +99,8 @@ class Plan:
     None: not said.
     """
     schedule: str | None = None
-    """Of a pipeline: a schedule of torch.distributed.pipelining, and stages on a rank, as in "Interleaved1F1B:2"."""
+    """Of a pipeline: a schedule of torch.distributed.pipelining, and stages on a rank, as in "Interleaved1F1B:2"; where
+    the layers of each stage are not as equal as can be, these too, as in "1F1B:1:5+3"."""
 
     def __post_init__(self) -> None:
         self._check_kinds()

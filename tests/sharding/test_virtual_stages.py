@@ -17,7 +17,7 @@ import mindspeed_fx
 from mindspeed_fx.partition.split import SplitError
 from mindspeed_fx.planning.pipeline_stage import ranks_of_stage
 from mindspeed_fx.planning.stage_module import stages
-from mindspeed_fx.sharding.plan import ShardingError
+from mindspeed_fx.sharding.plan import Plan, ShardingError
 from mindspeed_fx.training import late_gradients
 from tests import ranks
 from tests.sharding import virtual_ranks
@@ -239,6 +239,19 @@ def test_ranks_send_their_parts(dim, plan, length, shape, four_ranks):
     (sent,) = stage.submod.examples()[1]
     assert sent.shape == shape
     assert stage.submod(**{n: x[:2] for n, x in given.items()}).shape == shape
+
+
+@pytest.mark.parametrize(
+    "plan,layers,expected",
+    [("tp", None, 3), ("tp", "balanced", 5), (Plan("uneven", ("pp", "tp"), schedule="1F1B:1:2+4"), None, 2)],
+)
+def test_layers_of_a_plan_and_balanced_ones(plan, layers, expected, four_ranks):
+    """The output layer takes longer than some layers."""
+    mesh, model = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp")), Llama(layers=6, vocab=16384)
+    how = {"kwargs": virtual_ranks.batch(4, 8), "microbatches": 2, "options": virtual_ranks.EAGER, "layers": layers}
+    stages = mindspeed_fx.pipeline_stages(model, mesh, plan, **how)
+    names = {n.split(".")[1] for n, _ in stages.module.named_parameters() if n.startswith("layers.")}
+    assert names == {str(i) for i in range(expected)}
 
 
 @pytest.mark.parametrize("style,expected", [("loop", [0, 1, 2, 0, 1, 2]), ("v", [0, 1, 2, 2, 1, 0])])
