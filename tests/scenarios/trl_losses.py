@@ -16,9 +16,12 @@ WORDS = [f"w{i}" for i in range(100)]
 
 
 def preload() -> None:
+    import dill
     import trl  # noqa: F401
     from transformers.models.llama import modeling_llama  # noqa: F401
     from trl import DPOTrainer, GRPOTrainer, RewardTrainer, SFTTrainer  # noqa: F401
+
+    dill._dill._is_builtin_module = lambda module: True  # it takes modules outside the environment apart
 
 
 def tokenizer() -> Any:
