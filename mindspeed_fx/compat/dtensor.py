@@ -347,6 +347,18 @@ def all_reduce(x: torch.Tensor, mesh: Any, dims: Sequence[int], operation: str =
     return x
 
 
+def all_gather(x: torch.Tensor, mesh: Any, dim: int) -> torch.Tensor:
+    """``x`` of all ranks along mesh dimension ``dim``, one behind the other along the first dimension."""
+    group = mesh.get_group(dim).group_name
+    return wait_for(torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), mesh.size(dim), group))
+
+
+def reduce_scatter(x: torch.Tensor, mesh: Any, dim: int) -> torch.Tensor:
+    """This rank's part, along the first dimension, of the sum of ``x`` over the ranks along mesh dimension ``dim``."""
+    group = mesh.get_group(dim).group_name
+    return wait_for(torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", mesh.size(dim), group))
+
+
 def on_each_rank(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
     """``function(*tensors)``; under LocalTensorMode for every rank that this process is."""
     from torch.distributed._local_tensor import LocalTensor, local_tensor_mode

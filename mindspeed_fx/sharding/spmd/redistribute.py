@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from mindspeed_fx.compat import dtensor, packed_shards, symbols
 from mindspeed_fx.sharding.plan import ShardingError, parse_placement
+from mindspeed_fx.sharding.spmd import many_ranks
 from mindspeed_fx.sharding.spmd.kept_whole import evenly_divided, keep_whole
 
 
@@ -95,6 +96,8 @@ def _redistribute(x: DTensor, placements: tuple[Placement, ...]) -> DTensor:
     changed = [i for i, (p, q) in enumerate(zip(x.placements, placements)) if p != q]
     if len(changed) == 1 and _exchangeable(x, placements, changed[0]):
         return exchange_shards(x, changed[0], placements)
+    if len(changed) == 1 and many_ranks.applies(x, placements, changed[0]):
+        return many_ranks.move(x, placements, changed[0])
     return x.redistribute(placements=placements)
 
 
