@@ -242,6 +242,7 @@ def test_losses_and_samples_of_stages_are_those_of_one_eager_device(model, words
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "words, ranks", [("--plan pp2", 2), ("--plan pp2+zero2 --schedule InterleavedZeroBubble:2", 4)]
 )
@@ -256,6 +257,7 @@ def test_stages_that_go_on_have_the_bits_of_those_that_never_stopped(words, rank
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_checkpoints_go_from_plan_to_stages_and_back(tmp_path, train):
     chain = [("pp2", 2), ("zero3", 2), ("pp2+tp_sp", 4), ("none", 1), ("pp2+zero2", 4), ("tp_sp", 2)]
     words = f"--layers 2 --dropout 0 --steps {len(chain)} --eval-batches 0 --clip 0.5"

@@ -25,7 +25,7 @@ class PartedStage(PipelineStage):
     def __init__(self, *args: Any, late: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.late = late
-        self.beside: list[Any] = []
+        self.inner_groups: list[Any] = []
         """Groups of this rank on the mesh dimensions that divide the stage."""
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:

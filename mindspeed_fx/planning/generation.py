@@ -93,6 +93,6 @@ def _share(chosen: torch.Tensor, stage: Any) -> torch.Tensor:
     """What the first rank of the last stage chose, on all ranks of the mesh."""
     last = stage.stage_index_to_group_rank[stage.num_stages - 1]
     dist.broadcast(chosen, src=dist.get_global_rank(stage.group, last), group=stage.group)
-    for group in stage.beside:  # the ranks that share this stage: their sums may differ in the last bit
+    for group in stage.inner_groups:  # the ranks that share this stage: their sums may differ in the last bit
         dist.broadcast(chosen, src=dist.get_global_rank(group, 0), group=group)
     return chosen

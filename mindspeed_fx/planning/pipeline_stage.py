@@ -201,7 +201,7 @@ def _stages(
     )
     results = _for_schedules(modules, rank_of, own, device, mesh.get_group("pp"))
     for stage in results:
-        stage.beside = [mesh.get_group(d) for d in inner]
+        stage.inner_groups = [mesh.get_group(d) for d in inner]
     return results
 
 

@@ -88,8 +88,8 @@ def read_roles(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] 
     experts = stacked_experts(reader.nodes, reader.parameters)
     packed = {w: sizes for w in reader.columns if len(sizes := reader.sizes_of(w)) > 1}
     whole = {w: why for w, why in whole.items() if w not in reader.rows}
-    found = {"embeddings": embeddings, "experts": experts, "output_layers": output_layers}
-    return Roles(reader.columns, reader.rows, packed=packed, companions=reader.companions, whole=whole, **found)
+    lists = {"embeddings": embeddings, "experts": experts, "output_layers": output_layers}
+    return Roles(reader.columns, reader.rows, packed=packed, companions=reader.companions, whole=whole, **lists)
 
 
 def _captured(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[fx.GraphModule, list[str | None]]:

@@ -20,8 +20,8 @@ def schedule_reasons(plan: Any) -> list[str]:
     idle = own.parts["bubble"] / own.seconds
     others = [f"{name}:{virtual} {_against(own, other, plan)}" for name, virtual, other in _others(plan)]
     stages = f"{layout.virtual} stage{'s' * (layout.virtual > 1)} a rank"
-    beside = ", ".join(others) or "there is no other"
-    lines = [f"schedule: {layout.schedule}, {stages}, idle for {idle:.1%} of the step; on this mesh {beside}"]
+    rest = ", ".join(others) or "there is no other"
+    lines = [f"schedule: {layout.schedule}, {stages}, idle for {idle:.1%} of the step; on this mesh {rest}"]
     if own.layers:
         sizes = "+".join(map(str, own.layers))
         lines.append(f"layers of the stages: {sizes}, as equal as can be by number {own.even / own.seconds - 1:+.1%}")

@@ -297,32 +297,7 @@ class Program:
                 row([*columns, len(cost) - 1], [*values, 1.0], 0, np.inf)
         if L.pp > 1:
             self._fullest(cost, work, row)
-        largest = len(cost)
-        cost.append(0.0)
-        for n in self.nodes:
-            size = len(self.choices[n])
-            row(
-                [*range(first[n], first[n] + size), largest],
-                [-self.price[n, i].transient / GiB for i in range(size)] + [1.0],
-                0,
-                np.inf,
-            )
-        needs = [largest]
-        if L.zero == "zero3":
-            whole = len(cost)
-            cost.append(0.0)
-            for part in segments:
-                mine = [
-                    (first[n] + i, -2 * self.price[n, i].gathered / GiB)
-                    for n in self.nodes
-                    if self.part[n] == part
-                    for i in range(len(self.choices[n]))
-                    if self.price[n, i].gathered
-                ]
-                row([c for c, _ in mine] + [whole], [v for _, v in mine] + [1.0], 0, np.inf)
-            needs.append(whole)
-        for columns, values in limits:  # last: see slack
-            row([*columns, *needs], [*values, *(1.0 for _ in needs)], -np.inf, self.limit / GiB)
+        self._memory(cost, limits, row)
         integrality = np.zeros(len(cost))
         integrality[: f.choices_end] = 1
         return np.array(cost), (rr, cc, vv), np.array(low), np.array(up), len(cost), integrality, first
@@ -350,3 +325,37 @@ class Program:
         )
         each = self.prices.seconds("send_recv", n, self.layout, "pp")
         return 2 * self.layout.microbatches * self.layout.virtual * each
+
+    def _memory(self, cost: list[float], limits: list[tuple[list[int], list[float]]], row: Callable) -> None:
+        """Columns for what is at hand at once, and the rows of memory, one for each of :attr:`holders`, last.
+
+        Args:
+            limits: of each row, columns and GiB.
+        """
+        first = self.flows.first
+        largest = len(cost)
+        cost.append(0.0)
+        for n in self.nodes:
+            size = len(self.choices[n])
+            row(
+                [*range(first[n], first[n] + size), largest],
+                [-self.price[n, i].transient / GiB for i in range(size)] + [1.0],
+                0,
+                np.inf,
+            )
+        needs = [largest]
+        if self.layout.zero == "zero3":
+            whole = len(cost)
+            cost.append(0.0)
+            for part in sorted(set(self.part.values())):
+                mine = [
+                    (first[n] + i, -2 * self.price[n, i].gathered / GiB)
+                    for n in self.nodes
+                    if self.part[n] == part
+                    for i in range(len(self.choices[n]))
+                    if self.price[n, i].gathered
+                ]
+                row([c for c, _ in mine] + [whole], [v for _, v in mine] + [1.0], 0, np.inf)
+            needs.append(whole)
+        for columns, values in limits:  # last: see slack
+            row([*columns, *needs], [*values, *(1.0 for _ in needs)], -np.inf, self.limit / GiB)

@@ -4,7 +4,7 @@ solver, with the layers of a pipeline dealt to stages.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from mindspeed_fx.planning.search.problem import Node
 from mindspeed_fx.planning.search.schedules import waiting_seconds
@@ -19,15 +19,16 @@ from mindspeed_fx.planning.search.stage_loads import (
     rank_counts,
 )
 
-if TYPE_CHECKING:
-    from mindspeed_fx.planning.search.solve import Program
-
 PAYS = 0.015
 """What layers dealt by time must save of a step to be chosen: less is within what the prices know."""
 
 
-def evaluate(program: Program, chosen: dict[Node, int], bound: float) -> Solution:
+def evaluate(program: Any, chosen: dict[Node, int], bound: float) -> Solution:
     """The modelled step of one choice.
+
+    Args:
+        program: of a layout (``solve.py``), priced.
+        bound: no choice is faster.
 
     Raises:
         Unsayable: a value cannot go where it is wanted.
@@ -50,7 +51,7 @@ def evaluate(program: Program, chosen: dict[Node, int], bound: float) -> Solutio
     )
 
 
-def part_loads(program: Program, chosen: dict[Node, int]) -> tuple[dict[int, Load], dict, list]:
+def part_loads(program: Any, chosen: dict[Node, int]) -> tuple[dict[int, Load], dict, list]:
     """What one layer of each run and the ends of the model do, each operator's strategy, and what moves.
 
     Raises:
@@ -85,7 +86,7 @@ def part_loads(program: Program, chosen: dict[Node, int]) -> tuple[dict[int, Loa
     return loads, strategies, moved
 
 
-def _step(program: Program, loads: dict[int, Load], sizes: list[int]) -> tuple[dict[str, float], dict[str, float]]:
+def _step(program: Any, loads: dict[int, Load], sizes: list[int]) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds of a step by what takes them, on the rank with the most to do, and bytes of the fullest rank.
 
     Args:
