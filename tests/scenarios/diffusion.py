@@ -105,27 +105,18 @@ def build(kind: str) -> tuple[torch.nn.Module, dict[str, Any]]:
             down_block_types=("DownEncoderBlock2D",) * 2,
             up_block_types=("UpDecoderBlock2D",) * 2,
         ), dict(sample=torch.randn(2, 3, 16, 16))
-    if kind == "vq":
-        return diffusers.VQModel(
-            block_out_channels=(16, 32),
-            norm_num_groups=8,
-            latent_channels=4,
-            num_vq_embeddings=8,
-            down_block_types=("DownEncoderBlock2D",) * 2,
-            up_block_types=("UpDecoderBlock2D",) * 2,
-        ), dict(sample=torch.randn(2, 3, 16, 16))
-    return diffusers.UNet1DModel(
-        sample_size=32,
-        in_channels=2,
-        out_channels=2,
+    assert kind == "vq"
+    return diffusers.VQModel(
         block_out_channels=(16, 32),
-        extra_in_channels=16,
-        down_block_types=("DownBlock1D", "AttnDownBlock1D"),
-        up_block_types=("AttnUpBlock1D", "UpBlock1D"),
-    ), dict(sample=torch.randn(2, 2, 32), timestep=at)
+        norm_num_groups=8,
+        latent_channels=4,
+        num_vq_embeddings=8,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+    ), dict(sample=torch.randn(2, 3, 16, 16))
 
 
-@scenario("diffusers/{}", ("unet", "unet_condition", "dit", "pixart", "sd3", "flux", "vae", "vq", "unet_1d"))
+@scenario("diffusers/{}", ("unet", "unet_condition", "dit", "pixart", "sd3", "flux", "vae", "vq"))
 def run_model(run: Any, kind: str) -> Any:
     model, inputs = build(kind)
     with torch.no_grad():

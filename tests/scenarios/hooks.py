@@ -219,8 +219,16 @@ def run_autocast(run: Any, where: str) -> Any:
 
     if where in ("inside", "nested_float32"):
         return _bfloat16(train(run, Inside(), batch()))
-    with torch.autocast("cpu", dtype, cache_enabled=where != "cache_off"):
-        return _bfloat16(train(run, Stack(), batch()))
+    model, x, losses = Stack(), batch()[0], []
+    compiled = run.compile(model)
+    for _ in range(2):  # each step by itself: within one autocast eager keeps weights of before in its cache
+        model.zero_grad()
+        with torch.autocast("cpu", dtype, cache_enabled=where != "cache_off"):
+            loss = compiled(x).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+        torch.optim.SGD(model.parameters(), 0.05).step()
+    return _bfloat16({"losses": losses, "gradients": {n: p.grad for n, p in model.named_parameters()}})
 
 
 def _bfloat16(values: Any) -> Any:

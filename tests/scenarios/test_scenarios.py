@@ -40,8 +40,15 @@ def check(name, folder):
     assert row.equal, f"{row}\n{[r.get('trace') for r in row.records.values()]}"
 
 
+@pytest.fixture
+def default_dtype():
+    """Some scenarios are in float64 by default."""
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("name", USUAL)
-def test_equals_eager(name, monkeypatch):
+def test_equals_eager(name, monkeypatch, default_dtype):
     scenario = table.load()[name]
     values = {}
     for backend in ("eager", "passes"):

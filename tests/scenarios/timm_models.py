@@ -16,7 +16,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "beit_base_patch16_224": SMALL,
     "eva02_tiny_patch14_224": SMALL,
     "vit_base_patch16_siglip_224": SMALL,
-    "mixer_s32_224": dict(embed_dim=32, num_blocks=2, patch_size=8, img_size=32),
     "resmlp_12_224": dict(embed_dim=32, num_blocks=2, patch_size=8, img_size=32),
     "cait_xxs24_224": dict(SMALL, depth_token_only=1),
     "xcit_nano_12_p16_224": dict(embed_dim=32, depth=2, num_heads=4, img_size=32, patch_size=8),
