@@ -33,7 +33,9 @@ CAUSES = (
         r"Connection closed by peer|Timed out waiting|wait timeout|Broken pipe",
     ),
     results.Cause("gloo gathers tensors of one shape alone", r"allgather: invalid tensor size"),
-    results.Cause("the CPU's generator is the device's: one seed for both", r"torch\.equal", r"test_initialization\.py"),
+    results.Cause(
+        "the CPU's generator is the device's: one seed for both", r"torch\.equal", r"test_initialization\.py"
+    ),
     results.Cause("asks for equal bits of sums over other numbers of rows", r"torch\.equal", r"test_aux_loss\.py"),
 )
 COLUMNS = ("passed", "skipped", "failed", "late")

@@ -11,7 +11,6 @@ from mindspeed_fx.megatron.training import assertions, initialize
 from tests.megatron.launch import runner
 from tests.megatron.launch.test_pretrain import EAGER
 
-
 CHECK = """
 def check(args, defaults=None):
     assert args.seq_length, "seq_length is None"
