@@ -26,6 +26,9 @@ def product_of(a: Tensor, b: Tensor, out: Tensor) -> None:
         a: [m, k], in any layout.
         b: [k, n], of the type of ``a``.
         out: [m, n], in any layout, of that type or a wider one, in which sums are then made.
+
+    Raises:
+        ValueError: sizes that do not fit.
     """
     if out.stride(1) != 1 and out.stride(0) == 1:
         a, b, out = b.t(), a.t(), out.t()
