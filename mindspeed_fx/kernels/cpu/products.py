@@ -30,6 +30,8 @@ def product_of(a: Tensor, b: Tensor, out: Tensor) -> None:
     Raises:
         ValueError: sizes that do not fit.
     """
+    if a.shape[1] != b.shape[0] or out.shape != (a.shape[0], b.shape[1]):  # our kernels do not look
+        raise ValueError(f"product of {list(a.shape)} and {list(b.shape)} into {list(out.shape)}")
     if out.stride(1) != 1 and out.stride(0) == 1:
         a, b, out = b.t(), a.t(), out.t()
     ask = narrow_product.problem if out.dtype == a.dtype else narrow_product.unable_to_sum
