@@ -77,23 +77,23 @@ torch.library.register_autograd("mindspeed::weighted_swiglu", _backward, setup_c
 
 
 @weighted_swiglu.shard
-def _sharding_rule(x, up, weight):
+def strategies(x, up, weight):
     rows = [([d], [d, d, d]) for d in range(x.ndim - 1)]
     return rows if up is None else [*rows, ([x.ndim - 1], [x.ndim - 1, x.ndim - 1, REPLICATED])]
 
 
 @weighted_swiglu_backward.shard
-def _sharding_rule_backward(grad, x, up, weight):
+def strategies_backward(grad, x, up, weight):
     last = x.ndim - 1
     rows = [([d, REPLICATED if up is None else d, d], [d, d, d, d]) for d in range(last)]
     return rows if up is None else [*rows, ([last, last, PARTIAL], [last, last, last, REPLICATED])]
 
 
 @weighted_swiglu.costs
-def _cost(out, x, up, weight):
+def product_cost(out, x, up, weight):
     return once(out, x, up, weight, vector=(SPECIAL + 3) * out.numel)
 
 
 @weighted_swiglu_backward.costs
-def _backward_cost(out, grad, x, up, weight):
+def gradient_cost(out, grad, x, up, weight):
     return once(out, grad, x, up, weight, vector=(SPECIAL + 12) * grad.numel)

@@ -73,3 +73,9 @@ def test_sums_of_pairs_are_left_in_float32_where_the_processor_multiplies_them(c
         product_of(x, weight.t(), out)
         eps = torch.finfo(out.dtype).eps
         torch.testing.assert_close(out.double(), x.double() @ weight.double().t(), rtol=eps, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [((40, 8), (9, 30), (40, 30)), ((40, 8), (8, 30), (39, 30))])
+def test_sizes_that_do_not_fit(sizes):
+    with pytest.raises(ValueError, match="product of"):
+        product_of(*(torch.ones(s) for s in sizes))

@@ -63,6 +63,19 @@ def test_layouts_and_types_of_weights():
     assert "weights of type" in weighted_swiglu.problem(x, up, weight.double())
 
 
+def test_sizes_of_other_rows_are_left_to_the_definition():
+    """The kernels do not look at sizes: rows that are not there would be read and written."""
+    grad, x, _, weight = arguments((8,), 16, torch.float32, True)
+    for args in ((x[:2], None, weight), (x, x[:4], weight), (x[:, :31], None, weight[:3])):
+        with pytest.raises(RuntimeError, match="must match"):
+            ops.gate_product(*args)
+        with pytest.raises(RuntimeError, match="must match"):
+            ops.gate_gradient(grad, *args)
+    with pytest.raises(RuntimeError, match="must match"):
+        ops.gate_gradient(grad[:3], x, None, weight)
+    torch.testing.assert_close(ops.gate_product(x, None, weight[:1]), gate(x, None, weight[:1]))
+
+
 @served
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_compiled_step_is_these_kernels(dtype, monkeypatch):

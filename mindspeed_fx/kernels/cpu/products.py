@@ -26,7 +26,12 @@ def product_of(a: Tensor, b: Tensor, out: Tensor) -> None:
         a: [m, k], in any layout.
         b: [k, n], of the type of ``a``.
         out: [m, n], in any layout, of that type or a wider one, in which sums are then made.
+
+    Raises:
+        ValueError: sizes that do not fit.
     """
+    if a.shape[1] != b.shape[0] or out.shape != (a.shape[0], b.shape[1]):  # our kernels do not look
+        raise ValueError(f"product of {list(a.shape)} and {list(b.shape)} into {list(out.shape)}")
     if out.stride(1) != 1 and out.stride(0) == 1:
         a, b, out = b.t(), a.t(), out.t()
     ask = narrow_product.problem if out.dtype == a.dtype else narrow_product.unable_to_sum

@@ -15,7 +15,15 @@ from mindspeed_fx.compat import cpp
 from mindspeed_fx.kernels import swiglu
 from mindspeed_fx.kernels.base import as_rows, operator
 from mindspeed_fx.kernels.cpu.attention_flash import TYPES
-from mindspeed_fx.kernels.weighted_swiglu import fake_backward, weighted_swiglu, weighted_swiglu_backward
+from mindspeed_fx.kernels.weighted_swiglu import (
+    fake_backward,
+    gradient_cost,
+    product_cost,
+    strategies,
+    strategies_backward,
+    weighted_swiglu,
+    weighted_swiglu_backward,
+)
 
 
 class _Rows(ctypes.Structure):
@@ -56,10 +64,10 @@ def gate_product(x: Tensor, up: Tensor | None, weight: Tensor) -> Tensor:
     Returns:
         [..., ffn], contiguous, computed in float32, of the type of ``x``.
     """
-    if problem(x, up, weight) or not x.numel() or cpp.function("gate_product") is None:
+    if problem(x, up, weight) or not _fit(x, up, weight) or cpp.function("gate_product") is None:
         return weighted_swiglu.reference(x, up, weight)
     out, scale = swiglu.fake(x, up), weight.reshape(-1).float().contiguous()
-    _call("gate_product", scale, None, [*swiglu.halves(x, up), out, None, None, None])
+    _call("gate_product", scale, None, *swiglu.halves(x, up), out, None, None, None)
     return out
 
 
@@ -76,23 +84,34 @@ def gate_gradient(grad: Tensor, x: Tensor, up: Tensor | None, weight: Tensor) ->
     Returns:
         dx, dup (empty where ``up`` is None) and dweight, computed in float32, of their arguments' types.
     """
-    if problem(x, up, weight, grad) or not x.numel() or cpp.function("gate_gradient") is None:
+    if problem(x, up, weight, grad) or not _fit(x, up, weight, grad) or cpp.function("gate_gradient") is None:
         return weighted_swiglu_backward.reference(grad, x, up, weight)
     dx, dup, dweight = fake_backward(grad, x, up, weight)
     scale = weight.reshape(-1).float().contiguous()
     total = torch.empty_like(scale)
     results = swiglu.halves(dx, None if up is None else dup)
-    _call("gate_gradient", scale, total, [*swiglu.halves(x, up), None, grad, *results])
+    _call("gate_gradient", scale, total, *swiglu.halves(x, up), None, grad, *results)
     return dx, dup, dweight.copy_(total.view(dweight.shape))
 
 
-def _call(kernel: str, weight: Tensor, dweight: Tensor | None, tensors: list[Tensor | None]) -> None:
+def _fit(x: Tensor, up: Tensor | None, weight: Tensor, grad: Tensor | None = None) -> bool:
+    """Whether there is something to compute and every size is that of the schema: the kernels do not look, and the
+    references broadcast, or say what is wrong.
+    """
+    halves = swiglu.halves(x, up)
+    shape = halves[0].shape
+    others = (*halves[1:], *([] if grad is None else [grad]))
+    return x.numel() > 0 and weight.shape == (*shape[:-1], 1) and all(t.shape == shape for t in others)
+
+
+def _call(kernel: str, weight: Tensor, dweight: Tensor | None, gate: Tensor, *others: Tensor | None) -> None:
     """Run ``kernel`` on gate, up, out, grad, dgate and dup: [..., ffn], or None where it has no use for one."""
-    rows = [None if t is None else _rows(t) for t in tensors]  # copies live until the kernel ends
+    rows = [_rows(gate), *(None if t is None else _rows(t) for t in others)]  # copies live until the kernel ends
     data = _Gate(
-        *rows[0].shape,
+        weight.numel(),
+        gate.shape[-1],
         torch.get_num_threads(),
-        TYPES.index(rows[0].dtype),
+        TYPES.index(gate.dtype),
         *(_Rows() if t is None else _Rows(t.data_ptr(), t.stride(0)) for t in rows),
         weight.data_ptr(),
         None if dweight is None else dweight.data_ptr(),
@@ -106,10 +125,10 @@ def _rows(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-gate_product.shard(weighted_swiglu.sharding)
-gate_product.costs(weighted_swiglu.cost)
-gate_gradient.shard(weighted_swiglu_backward.sharding)
-gate_gradient.costs(weighted_swiglu_backward.cost)
+gate_product.shard(strategies)
+gate_product.costs(product_cost)
+gate_gradient.shard(strategies_backward)
+gate_gradient.costs(gradient_cost)
 
 
 @weighted_swiglu.lower("cpu")("one pass over the rows", problem)

@@ -29,5 +29,8 @@ def with_words(check: Callable, args: Namespace, *rest: Any, **kwargs: Any) -> A
 def _source(frame: traceback.FrameSummary) -> str:
     """The assertion of a frame, in one line."""
     first = frame.lineno or 1
-    lines = [linecache.getline(frame.filename, n).strip() for n in range(first, (frame.end_lineno or first) + 1)]
+    lines = [
+        linecache.getline(frame.filename, n).strip()
+        for n in range(first, (getattr(frame, "end_lineno", None) or first) + 1)
+    ]
     return " ".join(lines).removeprefix("assert").strip(" \\")

@@ -301,6 +301,8 @@ def _products_of_cpu(m: Maker) -> Losses:
     ops.gemm(torch.randn(tokens, m.h), torch.randn(m.h, m.d))
     ops.narrow_product(torch.randn(tokens, m.h), torch.randn(m.h, m.d), torch.randn(m.d))
     ops.narrow_product(torch.randn(m.b, m.s, m.h), torch.randn(m.b, m.h, m.d))
+    gate, weight = torch.randn(tokens, 2 * m.d), torch.rand(tokens, 1)
+    ops.gate_gradient(ops.gate_product(gate, None, weight), gate, None, weight)
     return iter(())
 
 

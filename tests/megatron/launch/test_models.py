@@ -189,3 +189,21 @@ TWO_RANKS = {
 @pytest.mark.parametrize("case", TWO_RANKS)
 def test_experts_on_two_ranks(case):
     compare(modern(f"{MOE} {TWO_RANKS[case]}"), world=2, extra=int(case.split("-")[-1] in ("aux", "loss")))
+
+
+WHOLE_SCRIPTS = {
+    "ring-of-documents": "--num-layers 2 --context-parallel-size 2 --context-parallel-algo megatron_cp_algo "
+    "--group-query-attention --num-query-groups 2 --qk-layernorm --reset-attention-mask --reset-position-ids "
+    "--eod-mask-loss --use-distributed-optimizer",
+    "yarn-padded-experts": f"{MOE} --num-layers 2 --rope-scaling-type yarn --rope-scaling-factor 4 "
+    "--rope-scaling-original-max-position-embeddings 16 --expert-model-parallel-size 2 "
+    "--moe-expert-capacity-factor 1.5 --moe-pad-expert-input-to-capacity --moe-router-load-balancing-type none "
+    "--first-k-dense-replace 1 --moe-intermediate-size 32 --n-shared-experts 1",
+}
+"""Flags as launch scripts mix them."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", WHOLE_SCRIPTS)
+def test_whole_scripts_on_two_ranks(case):
+    compare(modern(WHOLE_SCRIPTS[case]), world=2)
