@@ -248,6 +248,28 @@ def one_of_fake_ranks(sizes: dict[str, int]) -> Iterator[Any]:
         dist.destroy_process_group()
 
 
+@contextlib.contextmanager
+def placed_at(mesh: Any, coordinate: Sequence[int]) -> Iterator[None]:
+    """This process is the rank at ``coordinate`` of a mesh of :func:`one_of_fake_ranks`. What DTensor keeps of its
+    operators holds the mesh, so that it is one mesh for all ranks."""
+    names = list(mesh.mesh_dim_names)
+
+    def get_local_rank(dim: int | str | None = None) -> int:
+        return coordinate[names.index(dim) if isinstance(dim, str) else dim or 0]
+
+    from torch.distributed.tensor import debug
+
+    if not any(coordinate):  # a mesh of these sizes that was before may be kept there too
+        getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
+    before = mesh._coordinate_on_dim
+    mesh._coordinate_on_dim, mesh.get_local_rank = tuple(coordinate), get_local_rank
+    try:
+        yield
+    finally:
+        mesh._coordinate_on_dim = before
+        del mesh.get_local_rank
+
+
 def on_every_rank(x: torch.Tensor) -> torch.Tensor:
     """``x`` as the tensor that every rank holds, each in memory of its own: what one writes in place no other sees."""
     from torch.distributed._local_tensor import LocalTensor, local_tensor_mode

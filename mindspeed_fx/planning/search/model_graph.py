@@ -48,7 +48,7 @@ def trace_model(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], s
     short = repetition(model)
     if short.runs:
         try:
-            return _problem(*_capture(short.model, args, kwargs, contextlib.nullcontext()), short)
+            return _problem(*capture_model(short.model, args, kwargs, contextlib.nullcontext()), short)
         except NotRepeated as e:
             why = str(e)
         except (IndexError, KeyError, torch._dynamo.exc.TorchDynamoException) as e:
@@ -57,12 +57,12 @@ def trace_model(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], s
         short = Repetition(model, notes=notes)
     short.runs = _single_layers(model, stages)
     try:
-        return _problem(*_capture(model, args, kwargs), short)
+        return _problem(*capture_model(model, args, kwargs), short)
     except NotRepeated as e:
         if stages:
             raise ShardingError(f"pp={stages}: {e}") from None
     short.runs = []
-    return _problem(*_capture(model, args, kwargs), short)
+    return _problem(*capture_model(model, args, kwargs), short)
 
 
 def _single_layers(model: nn.Module, stages: int) -> list[tuple[list[str], list[str]]]:
@@ -86,7 +86,7 @@ def _problem(gm: fx.GraphModule, names: list[str | None], repeated: Repetition) 
     return problem
 
 
-def _capture(
+def capture_model(
     model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], named: Any = None
 ) -> tuple[fx.GraphModule, list[str | None]]:
     """The graph of ``model`` and the names of its inputs; a break is told within ``named``."""

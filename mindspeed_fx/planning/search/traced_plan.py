@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Sequence
 
 import torch
 import torch.fx as fx
@@ -81,12 +81,34 @@ def _shortened(plan: Plan, traced: Traced, mesh: tuple[str, ...]) -> Plan:
 
 
 def _trace(gm: fx.GraphModule, traced: Traced, plan: Plan, mesh: Any) -> None:
-    from mindspeed_fx.sharding.spmd.program import Program, Value, differentiating
+    from mindspeed_fx.sharding.spmd.program import differentiating
+
+    modules = [n for n, _ in traced.repeated.model.named_modules()]
+    inputs = [n.meta.get("val") for n in gm.graph.nodes if n.op == "placeholder"]
+    program, values = local_program(gm, traced.names, modules, plan, mesh)
+    fakes = tracing.new_fake_mode()
+    with fakes, dtensor.plain_tensors_as_replicated():
+        results = program(*(local_input(x, v, mesh) for x, v in zip(inputs, values)))
+        tensors = [x for x in torch.utils._pytree.tree_leaves(results) if isinstance(x, torch.Tensor)]
+        losses = [x for x in tensors if x.requires_grad]
+        with differentiating(lambda: program):
+            torch.autograd.backward([x.sum() for x in losses])
+
+
+def local_program(
+    gm: fx.GraphModule, names: Sequence[str | None], modules: Sequence[str], plan: Plan, mesh: Any
+) -> tuple[Any, list[Any]]:
+    """The program of one rank, made of ``gm``, which is changed, and how it takes each of its inputs.
+
+    Args:
+        names: of each input the parameter that it is; "" for a buffer, None for an argument.
+        modules: paths of the model's modules.
+    """
+    from mindspeed_fx.sharding.spmd.program import Program, Value
 
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    inputs = {n.name: name for n, name in zip(placeholders, traced.names, strict=True) if name}
-    modules = [n for n, _ in traced.repeated.model.named_modules()]
-    hit = ParallelizedGraph(Sharding(plan, mesh, modules), inputs)
+    inputs = {n.name: name for n, name in zip(placeholders, names, strict=True) if name}
+    hit = ParallelizedGraph(Sharding(plan, mesh, list(modules)), inputs)
     context = Context(Options.parse(None).resolve("cpu"), "captured", sharding=hit)
     place_edges(gm, context)
     dispatch_tokens(gm, context)
@@ -100,17 +122,10 @@ def _trace(gm: fx.GraphModule, traced: Traced, plan: Plan, mesh: Any) -> None:
             values.append(Value(placements, x.shape, x.stride(), True, inputs[n.name]))
         else:
             values.append(input_value(n, x, hit))
-    program = Program(gm, plan, mesh, values)
-    fakes = tracing.new_fake_mode()
-    with fakes, dtensor.plain_tensors_as_replicated():
-        results = program(*(_local(n.meta.get("val"), v, mesh) for n, v in zip(placeholders, values)))
-        tensors = [x for x in torch.utils._pytree.tree_leaves(results) if isinstance(x, torch.Tensor)]
-        losses = [x for x in tensors if x.requires_grad]
-        with differentiating(lambda: program):
-            torch.autograd.backward([x.sum() for x in losses])
+    return Program(gm, plan, mesh, values), values
 
 
-def _local(x: Any, value: Any, mesh: Any) -> Any:
+def local_input(x: Any, value: Any, mesh: Any) -> Any:
     """What one rank is given of the input ``x``: its part of a parameter, an argument whole."""
     if value is None:
         return x

@@ -1,0 +1,175 @@
+"""``prove_plan(model, mesh, plan, *args)``: that the local programs of all ranks are the whole program, in parts.
+
+The program of every rank, forward and backward, is traced on tensors without storage, of the model's true sizes, and
+walked beside that of the others. Each tensor is shown to be a part of one of the whole program, by rules that are not
+those which made the local programs (:mod:`mindspeed_fx.sharding.audit.relations`). Nothing is computed.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from dataclasses import dataclass, field
+from typing import Any, Callable, Iterator, Sequence
+
+import torch
+import torch.fx as fx
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from mindspeed_fx import arguments
+from mindspeed_fx.compat import dtensor, tracing
+from mindspeed_fx.planning.search.model_graph import capture_model
+from mindspeed_fx.planning.search.traced_plan import local_input, local_program
+from mindspeed_fx.sharding.audit.relations.parts import Part, Terms
+from mindspeed_fx.sharding.audit.relations.walk import Failed, Programs, Result, Walk, compared, divided, whole_inputs
+from mindspeed_fx.sharding.parallelize import check_mesh, plan_for, unmatched_patterns
+from mindspeed_fx.sharding.plan import Plan
+
+
+@dataclass
+class ShardedProof:
+    """What was shown of each result and each gradient."""
+
+    plan: str
+    ranks: int
+    results: list[Result] = field(default_factory=list)
+    operators: int = 0
+    """Of a rank's program, forward and backward."""
+
+    @property
+    def proved(self) -> bool:
+        return all(r.state == "proved" for r in self.results)
+
+    def __str__(self) -> str:
+        done = sum(r.state == "proved" for r in self.results)
+        lines = [f'plan "{self.plan}" on {self.ranks} ranks: {done} of {len(self.results)} results proved']
+        return "\n".join([*lines, *(f"  {r.state}: {r.name}: {r.reason}" for r in self.results if r.state != "proved")])
+
+
+def prove_plan(
+    model: nn.Module,
+    mesh: dict[str, int],
+    plan: Plan | str,
+    *args: Any,
+    edit: Callable[[int, fx.Graph], None] | None = None,
+    **kwargs: Any,
+) -> ShardedProof:
+    """Whether every rank's program of ``plan``, forward and backward, is the model in parts.
+
+    Args:
+        model: whole, on any device, meta included; returns tensors, of which the gradients are taken. Not changed.
+        mesh: dimension -> number of ranks, outermost first.
+        plan: a plan, or the name of one.
+        args, kwargs: of the model, whole, on its device.
+        edit: called with each rank and its program before it is looked at: for tests that plant a fault.
+
+    Returns:
+        For every output, and for the gradient of every parameter and floating argument, "proved"; "wrong", with the
+        operator where a rank's value is no part of the whole one; or "unknown", with the operator that has no rule.
+
+    Raises:
+        ShardingError: the plan does not fit the model or the mesh, or the model breaks into several graphs.
+        RuntimeError: a process group exists already.
+    """
+    arguments.check_module("prove_plan", model)
+    arguments.check_sizes("prove_plan", mesh)
+    arguments.check_call("prove_plan", args, kwargs, model)
+    plan = plan_for("prove_plan", plan, model)
+    check_mesh(plan, tuple(mesh))
+    unmatched_patterns(model, plan)
+    gm, names = capture_model(model, args, kwargs)
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    vals = [n.meta.get("val") for n in placeholders]
+    whole = _joint(gm, [torch.empty_like(v, device="cpu") if isinstance(v, torch.Tensor) else v for v in vals], None)
+    modules = [n for n, _ in model.named_modules()]
+    graphs: list[fx.Graph] = []
+    values: list[Any] = []
+    with dtensor.one_of_fake_ranks(mesh) as device_mesh:
+        groups = {device_mesh.get_group(d).group_name: d for d in mesh}
+        for rank, coordinate in enumerate(itertools.product(*(range(n) for n in mesh.values()))):
+            with dtensor.placed_at(device_mesh, coordinate):
+                program, values = local_program(copy.deepcopy(gm), names, modules, plan, device_mesh)
+                local = [local_input(v, value, device_mesh) for v, value in zip(vals, values)]
+                graphs.append(_joint(program, local, program))
+            if edit is not None:
+                edit(rank, graphs[-1])
+    return _compared(plan.name, mesh, whole, graphs, groups, placeholders, values)
+
+
+def _joint(program: Any, inputs: Sequence[Any], local: Any) -> fx.Graph:
+    """Forward and backward: the inputs and one gradient for each floating result -> results, then gradients."""
+    from mindspeed_fx.sharding.spmd.program import differentiating
+
+    leaves = [isinstance(x, torch.Tensor) and x.is_floating_point() for x in inputs]
+    fakes = tracing.new_fake_mode()
+
+    def results_of(given: Sequence[Any]) -> list[torch.Tensor]:
+        results = pytree.tree_leaves(program(*given))
+        return [r for r in results if isinstance(r, torch.Tensor)]
+
+    def joint(*given: Any) -> list[Any]:
+        with torch.enable_grad(), differentiating(lambda: local):
+            own = [x.detach().requires_grad_() if leaf else x for x, leaf in zip(given[: len(leaves)], leaves)]
+            results = results_of(own)
+            starts = [r for r in results if r.requires_grad]
+            wanted = [x for x, leaf in zip(own, leaves) if leaf]
+            gradients = torch.autograd.grad(starts, wanted, list(given[len(leaves) :]), allow_unused=True)
+        return [*results, *gradients]
+
+    with dtensor.plain_tensors_as_replicated() if local is not None else fakes:
+        with fakes:
+            given = [torch.empty(x.shape, dtype=x.dtype) if isinstance(x, torch.Tensor) else x for x in inputs]
+            own = [x.requires_grad_() if leaf else x for x, leaf in zip(given, leaves)]
+            starts = [torch.empty(r.shape, dtype=r.dtype) for r in results_of(own) if r.requires_grad]
+            given = [x.detach() if isinstance(x, torch.Tensor) else x for x in given]
+            return tracing.make_fx_decomposed(joint, [*given, *starts], None).graph
+
+
+def _compared(
+    plan: str,
+    mesh: dict[str, int],
+    whole: fx.Graph,
+    graphs: Sequence[fx.Graph],
+    groups: dict[str, str],
+    placeholders: Sequence[fx.Node],
+    values: Sequence[Any],
+) -> ShardedProof:
+    terms = Terms(dict(mesh))
+    shapes = [tuple(n.meta["val"].shape) for n in whole.nodes if n.op == "placeholder"]
+    starts = [f"gradient of result {i}" for i in range(len(shapes) - len(placeholders))]
+    inputs = whole_inputs(terms, [*(n.name for n in placeholders), *starts], shapes)
+    alone = Walk(terms, Programs([whole], {}, {}, {}))
+    expected = alone.run(inputs)
+    terms.known = {p.arranged for p in _parts(alone.values)}
+    coordinates = list(itertools.product(*(range(n) for n in mesh.values())))
+    places = {m: tuple(c[i] for c in coordinates) for i, m in enumerate(mesh)}
+    at_rest = [divided(x, _placed(v, mesh), mesh) for x, v in zip(inputs, values)]
+    walk = Walk(terms, Programs(graphs, places, groups, dict(mesh)))
+    found = walk.run([*at_rest, *inputs[len(placeholders) :]])
+    floats = [i for i, n in enumerate(placeholders) if n.meta["val"].is_floating_point()]
+    results = len(expected) - len(floats)
+    proof = ShardedProof(plan, len(graphs), operators=sum(n.op == "call_function" for n in graphs[0].nodes))
+    for i, (part, own) in enumerate(zip(found, expected, strict=True)):
+        rest = None if i < results else floats[i - results]
+        name = f"result {i}" if rest is None else f'gradient of "{values[rest].name}"'
+        target = None
+        if rest is not None and isinstance(own, Part):
+            target = divided(own, _placed(values[rest], mesh), mesh)
+        proof.results.append(compared(name, part, own, target))
+    return proof
+
+
+def _placed(value: Any, mesh: dict[str, int]) -> list[tuple[str, int]]:
+    """(mesh dimension, tensor dimension) of what a rank holds at rest; arguments come whole."""
+    if value is None or not value.parameter:
+        return []
+    return [(m, p.dim) for m, p in zip(mesh, value.placements) if dtensor.is_divided(p)]
+
+
+def _parts(values: Any) -> Iterator[Part]:
+    for x in values:
+        if isinstance(x, Part):
+            yield x
+        elif isinstance(x, (list, tuple)) and not isinstance(x, Failed):
+            yield from _parts(x)

@@ -1,0 +1,8 @@
+"""Whether the local programs of all ranks compute what the whole program computes, shown by relations of parts.
+
+* ``parts.py``: what a tensor of one rank is of a whole one: dimensions made of digits, some of which ranks share
+* ``rules.py``: operator -> what becomes of the parts; written from what the operators compute, and apart from the rules
+  by which the local programs were made
+* ``collectives.py``: the same for what is sent, and for the picking and joining of pieces around it
+* ``walk.py``: the programs of all ranks side by side, node by node
+"""

@@ -1,0 +1,221 @@
+"""A tensor of one rank as part of a whole one.
+
+A whole tensor is a *term* (an operator and the terms that it reads, by number), and how its elements are arranged.
+Every dimension is a list of *digits*, the outermost first, as the digits of a number in mixed bases: views split and
+join digits, transpositions move them, and what was split and joined again is what it was. A digit that a mesh dimension
+shares among its ranks carries that dimension's name, and the tensor of a rank is the rest. A term may further be a sum
+over mesh dimensions which is not yet made (``partial``).
+
+Example: x [4, 16] whose rows two ranks of "tp" share is ``(((root, 2, 2, "tp"), (root, 1, 2, "")), ((other, 1, 16,
+""),))``: row number = 2 * rank + local row.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Hashable, Iterable, Iterator, NamedTuple, Sequence
+
+
+class Unproved(Exception):
+    """The local programs were not shown to be the whole one."""
+
+    wrong = True
+    """False: nothing is known, because there is no rule."""
+
+
+class Unknown(Unproved):
+    wrong = False
+
+
+class Digit(NamedTuple):
+    root: int
+    """The dimension of a term that it is a digit of."""
+    stride: int
+    size: int
+    mesh: str = ""
+    """Mesh dimension whose ranks share it; "" on every rank."""
+
+    def split(self, inner: int) -> tuple[Digit, Digit]:
+        outer = self._replace(stride=self.stride * inner, size=self.size // inner)
+        return outer, self._replace(size=inner)
+
+
+Dim = tuple[Digit, ...]
+Profile = tuple[tuple[str, Fraction], ...]
+"""How mesh dimensions share a dimension: name and stride, as part of the size."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank holds of a term."""
+
+    term: int
+    dims: tuple[Dim, ...]
+    partial: frozenset[str] = frozenset()
+    """Mesh dimensions whose ranks' values add up to the term."""
+    picked: tuple[tuple[Digit, tuple[int, ...], int], ...] = ()
+    """Digits of which only one value is left: which, for each rank, and the dimension that it stood first in."""
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        return tuple(math.prod(d.size for d in dim if not d.mesh) for dim in self.dims)
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        return tuple(math.prod(d.size for d in dim) for dim in self.dims)
+
+    @property
+    def arranged(self) -> tuple[int, tuple[Dim, ...]]:
+        """The whole tensor: term and digits without names of mesh dimensions."""
+        return self.term, tuple(merged(d._replace(mesh="") for d in dim) for dim in self.dims)
+
+    def meshes(self) -> Iterator[str]:
+        return (d.mesh for dim in self.dims for d in dim if d.mesh)
+
+
+def merged(digits: Iterable[Digit]) -> Dim:
+    """Neighbours that are one digit joined; digits of one value dropped."""
+    result: list[Digit] = []
+    for d in digits:
+        if d.size == 1 and not d.mesh:
+            continue
+        last = result[-1] if result else None
+        if last and last.root == d.root and last.mesh == d.mesh == "" and last.stride == d.stride * d.size:
+            result[-1] = d._replace(size=d.size * last.size)
+        else:
+            result.append(d)
+    return tuple(result)
+
+
+def profile(dim: Dim) -> Profile:
+    size = math.prod(d.size for d in dim)
+    result, stride = [], size
+    for d in dim:
+        stride //= d.size
+        if d.mesh:
+            result.append((d.mesh, Fraction(stride, size)))
+    return tuple(result)
+
+
+@dataclass
+class Terms:
+    """Numbers of terms and roots: equal ones have one number, in the whole program and in the local ones."""
+
+    ranks: dict[str, int]
+    """Mesh dimension -> ranks."""
+    numbers: dict[Hashable, int] = field(default_factory=dict)
+    known: set[tuple[int, tuple[Dim, ...]]] = field(default_factory=set)
+    """Arrangements that the whole program has: they tell apart what a local view might be."""
+
+    quotients: dict[int, tuple[Part, float]] = field(default_factory=dict)
+    """Term -> the part that was divided by a number to make it, and the number."""
+
+    def number(self, *key: Hashable) -> int:
+        return self.numbers.setdefault(key, len(self.numbers))
+
+    def fresh(self, key: Hashable, sizes: Sequence[int], profiles: Sequence[Profile], partial: Iterable[str]) -> Part:
+        """A term of its own, divided by ``profiles``."""
+        term = self.number(key)
+        dims = []
+        for i, (size, shared) in enumerate(zip(sizes, profiles, strict=True)):
+            dims.append(self._divided(Digit(self.number("root", term, i), 1, size), shared))
+        return Part(term, tuple(dims), frozenset(partial))
+
+    def _divided(self, rest: Digit, shared: Profile) -> Dim:
+        """``rest`` cut where mesh dimensions share it."""
+        digits: list[Digit] = []
+        size = rest.size
+        for mesh, part in shared:
+            stride, count = int(part * size), self.ranks[mesh]
+            if stride < 1 or part * size != stride or rest.size % (stride * count):
+                raise Unknown(f"{size} is divided unevenly by {mesh}")
+            if rest.size > stride * count:
+                digits.append(Digit(rest.root, stride * count, rest.size // (stride * count)))
+            digits.append(Digit(rest.root, stride, count, mesh))
+            rest = Digit(rest.root, 1, stride)
+        return merged([*digits, rest])
+
+
+def regrouped(part: Part, shape: Sequence[int], known: set) -> Part:
+    """``part`` viewed with another local shape.
+
+    Where a rank's size is 1 a digit that ranks share may stand in either of two dimensions; the arrangement that the
+    whole program has decides.
+    """
+    if part.local == tuple(shape):
+        return part
+    flat = [d for dim in part.dims for d in merged(dim)]
+    options = list(_groups(flat, list(shape)))
+    if not options:
+        raise Unknown(f"a view of {part.local} as {tuple(shape)} cuts between parts")
+    results = [replace(part, dims=dims) for dims in options]
+    return next((r for r in results if r.arranged in known), results[0])
+
+
+def _groups(flat: list[Digit], shape: list[int]) -> Iterator[tuple[Dim, ...]]:
+    if not shape:
+        if all(d.size == 1 for d in flat):
+            yield ()
+        return
+    want, taken, rest = shape[0], [], list(flat)
+    while rest and want > 1:
+        d = rest.pop(0)
+        if d.mesh:
+            taken.append(d)
+        elif want % d.size == 0:
+            taken.append(d)
+            want //= d.size
+        elif d.size % want == 0:
+            outer, inner = d.split(d.size // want)
+            taken.append(outer)
+            rest.insert(0, inner)
+            want = 1
+        else:
+            return
+    if want > 1:
+        return
+    if shape[0] == 1 and len(shape) > 1 and rest and rest[0].mesh:  # here, or with what follows
+        for others in _groups(rest[1:], shape[1:]):
+            yield (merged([*taken, rest[0]]), *others)
+    if len(shape) == 1:
+        taken, rest = [*taken, *rest], []
+        if math.prod(d.size for d in taken if not d.mesh) != shape[0]:
+            return
+    for others in _groups(rest, shape[1:]):
+        yield (merged(taken), *others)
+
+
+def in_front(x: Part, dim: int, *digits: Digit) -> Part:
+    """``digits`` before all that a rank has of a dimension; shared digits before what they divide."""
+    own = x.dims[dim]
+    at = next((i for i, d in enumerate(own) if not d.mesh), len(own))
+    result = [*own[:at], *digits, *own[at:]]
+    if len({d.root for d in result}) == 1:
+        shared = [d for d in result if d.mesh]
+        result = [d for d in result if not d.mesh]
+        for d in shared:
+            result.insert(next((i for i, e in enumerate(result) if e.stride < d.stride), len(result)), d)
+    return replace(x, dims=(*x.dims[:dim], tuple(result), *x.dims[dim + 1 :]))
+
+
+def settled(x: Part, digit: Digit) -> Part:
+    """``digit``, which is shared now and stood first in the first dimension, before what it divides."""
+
+    def is_next(e: Digit) -> bool:
+        return e.root == digit.root and e.stride * e.size == digit.stride
+
+    dim = next((i for i in range(len(x.dims)) if any(is_next(e) for e in x.dims[i])), 0)
+    if dim == 0:
+        return in_front(x, 0, digit)
+    own = x.dims[dim]
+    at = next(i for i, e in enumerate(own) if is_next(e))
+    return replace(x, dims=(*x.dims[:dim], (*own[:at], digit, *own[at:]), *x.dims[dim + 1 :]))
+
+
+def describe(part: Part) -> str:
+    """For messages."""
+    shared = [f"{d.mesh} along {i}" for i, dim in enumerate(part.dims) for d in dim if d.mesh]
+    sums = [f"a partial sum over {m}" for m in sorted(part.partial)]
+    return ", ".join(shared + sums) or "whole"

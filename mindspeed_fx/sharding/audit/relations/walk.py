@@ -1,0 +1,381 @@
+"""The programs of all ranks side by side, node by node, and the whole program beside them."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field, replace
+from typing import Any, Callable, Sequence
+
+import torch.fx as fx
+from torch.utils import _pytree as pytree
+
+from mindspeed_fx.graph.provenance import module_path
+from mindspeed_fx.sharding.audit.relations import collectives, rules
+from mindspeed_fx.sharding.audit.relations.parts import (
+    Part,
+    Terms,
+    Unknown,
+    Unproved,
+    describe,
+    regrouped,
+)
+
+SAME = frozenset("detach clone contiguous alias wait_tensor lift_fresh_copy".split())
+
+
+@dataclass
+class Result:
+    name: str
+    state: str
+    """"proved", "wrong" or "unknown"."""
+    reason: str = ""
+
+
+@dataclass
+class Programs:
+    """The program of every rank: graphs with equal operators, whose numbers may differ."""
+
+    graphs: Sequence[fx.Graph]
+    places: dict[str, tuple[int, ...]]
+    """Mesh dimension -> the place of each rank in it."""
+    groups: dict[str, str]
+    """Name of a process group -> mesh dimension."""
+    ranks: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Failed:
+    """No relation was found."""
+
+    error: Unproved
+
+
+class _Before(Unproved):
+    """What is read has no relation already; its reason."""
+
+
+class Walk:
+    """Relations of every node of ``programs`` to whole terms."""
+
+    def __init__(self, terms: Terms, programs: Programs):
+        self.terms, self.programs = terms, programs
+        self.values: list[Any] = []
+        """For each place of the programs: its part, parts or failure."""
+        self.at: dict[fx.Node, int] = {}
+        """Node of any rank -> its place."""
+
+    def run(self, inputs: Sequence[Any]) -> list[Any]:
+        """Parts of the results for those of the inputs."""
+        columns = [list(g.nodes) for g in self.programs.graphs]
+        if len({len(c) for c in columns}) > 1:
+            raise Unknown("ranks have programs of different lengths")
+        live = set().union(*(_live(g) for g in self.programs.graphs))
+        given = iter(inputs)
+        for nodes in zip(*columns):
+            n = nodes[0]
+            self.at.update(dict.fromkeys(nodes, len(self.values)))
+            if n.op == "placeholder":
+                self.values.append(next(given))
+            elif n.op == "output":
+                return [self._result(column) for column in zip(*(m.args[0] for m in nodes))]
+            else:
+                self.values.append(self._value(nodes) if live.intersection(nodes) else None)
+        raise Unknown("a program returns nothing")
+
+    def _result(self, column: Sequence[Any]) -> Any:
+        if not isinstance(column[0], fx.Node):
+            return None
+        try:
+            return self._own(self._read(column))
+        except Unproved as error:
+            return Failed(error.args[0] if isinstance(error, _Before) else error)
+
+    def _value(self, nodes: Sequence[fx.Node]) -> Any:
+        n = nodes[0]
+        try:
+            if any(m.op != n.op or m.target != n.target for m in nodes):
+                raise Unknown("ranks run different operators")
+            return self._computed(nodes)
+        except Unproved as error:
+            if isinstance(error, _Before):
+                return Failed(error.args[0])
+            where = module_path(n) or "the model"
+            return Failed(type(error)(f"{n.target} ({where}): {error}"))
+
+    def _read(self, column: Sequence[fx.Node]) -> Any:
+        """The value of what each rank reads in one place; ranks may read different pieces of one tensor."""
+        found = {self.at[m]: self.values[self.at[m]] for m in column}
+        for value in found.values():
+            if isinstance(value, Failed):
+                raise _Before(value.error)
+        first = next(iter(found.values()))
+        if len(found) == 1:
+            return first
+        if not all(isinstance(p, Part) and p.picked for p in found.values()):
+            raise Unknown("ranks read different tensors")
+        digit, _, dim = first.picked[-1]
+        rest = replace(first, picked=first.picked[:-1])
+        if any(replace(p, picked=p.picked[:-1]) != rest or p.picked[-1][0] != digit for p in found.values()):
+            raise Unknown("ranks read pieces of different tensors")
+        index = tuple(found[self.at[m]].picked[-1][1][rank] for rank, m in enumerate(column))
+        return replace(rest, picked=(*rest.picked, (digit, index, dim)))
+
+    def _arguments(self, nodes: Sequence[fx.Node]) -> list:
+        """Those of the first rank, with the values of what all ranks read in place of nodes."""
+        leaves, spec = pytree.tree_flatten(list(nodes[0].args))
+        others = [pytree.tree_leaves(list(m.args)) for m in nodes]
+        if any(len(o) != len(leaves) for o in others):
+            raise Unknown("ranks read different numbers of tensors")
+        read = [self._read(column) if isinstance(column[0], fx.Node) else column[0] for column in zip(*others)]
+        return pytree.tree_unflatten(read, spec)
+
+    def _computed(self, nodes: Sequence[fx.Node]) -> Any:
+        n = nodes[0]
+        if n.op == "get_attr":
+            raise Unknown("a constant")
+        if n.target is operator.getitem:
+            return self._item(nodes)
+        name = _name(n.target)
+        short = name.rpartition(".")[2]
+        args = self._arguments(nodes)
+        if name.startswith("_c10d_functional."):
+            return self._sent(nodes, short, self._own(args[0]))
+        if short == "split" and isinstance(args[1], int):
+            return ("pieces", self._own(args[0]), args[1], args[2] if len(args) > 2 else 0)
+        if short == "cat":
+            dim = (args[1] if len(args) > 1 else 0) % len(args[0][0].dims)
+            whole = collectives.joined(args[0], dim)
+            if whole is not None:
+                return whole
+            args[0] = [self._own(a) for a in args[0]]
+            return self._cat(args[0], dim)
+        if short == "slice":
+            return self._slice(nodes, args)
+        if short in SAME:
+            return args[0]
+        args = pytree.tree_map(lambda a: self._own(a) if isinstance(a, Part) else a, args)
+        if short in MOVES:
+            return MOVES[short](self, n, args)
+        if any(getattr(m, "args", None) and _numbers(m) != _numbers(n) for m in nodes):
+            raise Unknown("numbers of ranks differ")
+        if name in rules.RULES:
+            parts = [a for a in pytree.tree_leaves(args) if isinstance(a, Part)]
+            results = rules.apply(self.terms, name, _key(n), parts)
+            return results if len(n.target._schema.returns) > 1 else results[0]
+        if short in PRODUCTS and not (short == "addmm" and n.kwargs):
+            return PRODUCTS[short](self.terms, args, n)
+        parts = [a for a in args if isinstance(a, Part)]
+        if short in rules.POINTWISE and parts:
+            commutes = short in ("add", "mul") and n.kwargs.get("alpha", 1) == 1 and len(parts) == len(args)
+            result = rules.pointwise(self.terms, short, _key(n), parts, commutes)
+            if short == "div" and len(parts) == 1 and isinstance(args[1], (int, float)):
+                self.terms.quotients[result.term] = parts[0], args[1]
+            return result
+        if not parts:
+            shape = tuple(n.meta["val"].shape)
+            return self.terms.fresh((name, _key(n), shape), shape, [()] * len(shape), ())
+        raise Unknown("no rule")
+
+    # ----------------------------------------------------------- pieces
+
+    def _own(self, x: Any) -> Any:
+        if not isinstance(x, Part) or not x.picked:
+            return x
+        return collectives.own(x, self.programs.places, self.programs.ranks)
+
+    def _item(self, nodes: Sequence[fx.Node]) -> Any:
+        value = self._read([m.args[0] for m in nodes])
+        if isinstance(value, tuple) and value[0] == "pieces":
+            _, x, size, dim = value
+            extent = x.local[dim]
+            if extent % size:
+                raise Unknown(f"{extent} in pieces of {size}")
+            return collectives.piece(x, dim % len(x.dims), extent // size, [m.args[1] for m in nodes])
+        return value[nodes[0].args[1]]
+
+    def _slice(self, nodes: Sequence[fx.Node], args: list) -> Part:
+        x, dim = self._own(args[0]), (args[1] if len(args) > 1 else 0) % len(args[0].dims)
+        extent = x.local[dim]
+        starts = [(m.args[2] if len(m.args) > 2 else 0) or 0 for m in nodes]
+        ends = [min(m.args[3], extent) if len(m.args) > 3 else extent for m in nodes]
+        sizes = {e - s for s, e in zip(starts, ends)}
+        size = sizes.pop()
+        if size == extent and not sizes:
+            return x
+        if sizes or extent % size or any(s % size for s in starts) or (nodes[0].args[4:] or (1,))[0] != 1:
+            raise Unknown("a slice that is no piece")
+        return collectives.piece(x, dim, extent // size, [s // size for s in starts])
+
+    def _cat(self, parts: list[Part], dim: int) -> Part:
+        """Of parts that are whole along ``dim``."""
+        order = [*(i for i in range(len(parts[0].dims)) if i != dim), dim]
+        moved = [replace(p, dims=tuple(p.dims[i] for i in order)) for p in parts]
+        if any(d.mesh for p in moved for d in p.dims[-1]):
+            raise Unknown("parts are joined along what is divided")
+        shared = [rules.profile(d) for d in parts[0].dims]
+        for p in parts[1:]:
+            if [rules.profile(d) for d in p.dims] != shared:
+                raise Unproved("what is joined is divided in different ways")
+        if any(p.partial != parts[0].partial for p in parts):
+            raise Unproved("a partial sum is joined to what is none")
+        sizes = list(parts[0].whole)
+        sizes[dim] = sum(p.whole[dim] for p in parts)
+        key = ("cat", dim, *(p.arranged for p in parts))
+        return self.terms.fresh(key, sizes, shared, parts[0].partial)
+
+    def _sent(self, nodes: Sequence[fx.Node], short: str, x: Part) -> Part:
+        n = nodes[0]
+        if short == "wait_tensor":
+            return x
+        meshes = {self.programs.groups.get(m.args[-1]) for m in nodes}
+        if len(meshes) > 1 or None in meshes:
+            raise Unproved(f"{short} over different groups of ranks")
+        mesh = str(meshes.pop())
+        count = self.programs.ranks[mesh]
+        if short == "all_reduce":
+            return collectives.all_reduce(x, mesh, n.args[1])
+        if short == "all_gather_into_tensor":
+            return collectives.all_gather(x, mesh)
+        if short == "reduce_scatter_tensor":
+            return collectives.reduce_scatter(x, mesh, count, n.args[1])
+        if short == "all_to_all_single" and len({*n.args[1], *n.args[2]}) == 1:
+            return collectives.all_to_all(x, mesh, count)
+        raise Unknown("no rule")
+
+
+# ----------------------------------------------------------- moves and products
+
+
+def _viewed(walk: Walk, n: fx.Node, args: list) -> Part:
+    return regrouped(args[0], tuple(n.meta["val"].shape), walk.terms.known)
+
+
+def _permuted(x: Part, order: Sequence[int]) -> Part:
+    return replace(x, dims=tuple(x.dims[i] for i in order))
+
+
+def _transposed(walk: Walk, n: fx.Node, args: list) -> Part:
+    x, rank = args[0], len(args[0].dims)
+    order = list(range(rank))
+    one, two = (d % rank for d in args[1:3]) if len(args) > 1 else (0, 1)
+    if rank > 1:
+        order[one], order[two] = two, one
+    return _permuted(x, order)
+
+
+def _expanded(walk: Walk, n: fx.Node, args: list) -> Part:
+    shape = tuple(n.meta["val"].shape)
+    x = args[0]
+    dims = ((),) * (len(shape) - len(x.dims)) + x.dims
+    if any(not d and size > 1 for d, size in zip(dims, shape)):
+        raise Unknown("no rule")
+    return replace(x, dims=dims)
+
+
+MOVES: dict[str, Callable] = {
+    **dict.fromkeys(["view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten"], _viewed),
+    "permute": lambda walk, n, args: _permuted(args[0], [i % len(args[0].dims) for i in args[1]]),
+    **dict.fromkeys(["transpose", "t"], _transposed),
+    "expand": _expanded,
+}  # fmt: skip
+
+
+def _linear(terms: Terms, args: list, n: fx.Node) -> Part:
+    x, w = args[:2]
+    result = rules.dot(terms, x, [len(x.dims) - 1], w, [1])
+    if len(args) > 2 and isinstance(args[2], Part):  # on rows, as addmm adds it
+        rows = replace(result, dims=(tuple(d for dim in result.dims[:-1] for d in dim), result.dims[-1]))
+        added = rules.pointwise(terms, "add", _sum_key(), [rows, args[2]], True)
+        return regrouped(added, result.local, terms.known)
+    return result
+
+
+def _linear_backward(terms: Terms, args: list, n: fx.Node) -> list[Part | None]:
+    g, x, w, wanted = args
+    rows = list(range(len(g.dims) - 1))
+    return [
+        rules.dot(terms, g, [len(rows)], w, [0]) if wanted[0] else None,
+        rules.dot(terms, g, rows, x, rows) if wanted[1] else None,
+        rules.summed(terms, g, rows, False) if wanted[2] else None,
+    ]
+
+
+def _sum(terms: Terms, args: list, n: fx.Node) -> Part:
+    x = args[0]
+    over = [d % len(x.dims) for d in args[1]] if len(args) > 1 and args[1] else list(range(len(x.dims)))
+    return rules.summed(terms, x, over, len(args) > 2 and bool(args[2]))
+
+
+PRODUCTS: dict[str, Callable] = {
+    "linear": _linear,
+    "linear_backward": _linear_backward,
+    "addmm": lambda terms, args, n: rules.pointwise(
+        terms, "add", _sum_key(), [rules.dot(terms, args[1], [1], args[2], [0]), args[0]], True
+    ),
+    "mm": lambda terms, args, n: rules.dot(terms, args[0], [1], args[1], [0]),
+    "sum": _sum,
+}  # fmt: skip
+
+
+def _name(target: Any) -> str:
+    return f"{target.namespace}.{target._opname}" if hasattr(target, "_opname") else str(target)
+
+
+def _sum_key() -> tuple:
+    """That of a plain sum of two tensors."""
+    return repr(["tensor", "tensor"]), repr([])
+
+
+def _key(n: fx.Node) -> tuple:
+    """What decides the function beside its tensors; sizes do not, they are those of the tensors."""
+    plain = pytree.tree_map(lambda a: "tensor" if isinstance(a, fx.Node) else a, list(n.args))
+    named = {k: v for k, v in n.kwargs.items() if k not in ("device", "pin_memory", "layout", "memory_format")}
+    return repr(plain), repr(sorted(named.items()))
+
+
+def _numbers(n: fx.Node) -> list:
+    return [a for a in pytree.tree_leaves([n.args, n.kwargs]) if isinstance(a, (int, float))]
+
+
+def _live(graph: fx.Graph) -> set[fx.Node]:
+    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    live, stack = set(), list(output.all_input_nodes)
+    while stack:
+        n = stack.pop()
+        if n not in live:
+            live.add(n)
+            stack += n.all_input_nodes
+    return live
+
+
+def whole_inputs(terms: Terms, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> list[Part]:
+    return [terms.fresh(("input", name), shape, [()] * len(shape), ()) for name, shape in zip(names, shapes)]
+
+
+def divided(x: Part, placed: Sequence[tuple[str, int]], ranks: dict[str, int]) -> Part:
+    """``x`` with dimensions shared: (mesh dimension, tensor dimension), the outer mesh dimension first."""
+    dims = list(x.dims)
+    for mesh, dim in placed:
+        behind = max((i + 1 for i, d in enumerate(dims[dim]) if d.mesh), default=0)
+        outer, rest = collectives.leading(dims[dim][behind:], ranks[mesh])
+        dims[dim] = (*dims[dim][:behind], outer._replace(mesh=mesh), *rest)
+    return replace(x, dims=tuple(dims))
+
+
+def compared(name: str, part: Any, whole: Any, expected: Part | None) -> Result:
+    """``part`` against what it is to be: the term of ``whole``, divided as ``expected``."""
+    for x in (part, whole):
+        if isinstance(x, Failed):
+            return Result(name, "wrong" if x.error.wrong else "unknown", str(x.error))
+    if whole is None:
+        return Result(name, "proved" if part is None else "wrong", "" if part is None else "has a gradient")
+    if part is None:
+        return Result(name, "wrong", "has no gradient")
+    if part.partial:
+        return Result(name, "wrong", f"is returned as {describe(part)}")
+    if part.arranged != whole.arranged:
+        return Result(name, "unknown", "the terms are not the same")
+    wanted = whole if expected is None else expected
+    if [rules.profile(d) for d in part.dims] != [rules.profile(d) for d in wanted.dims]:
+        return Result(name, "wrong", f"is returned {describe(part)}, and is to be {describe(wanted)}")
+    return Result(name, "proved")
