@@ -12,7 +12,7 @@ MAKEFLAGS += -j
 # Where the environment forbids byte code every process would compile torch's sources anew: 17 s of imports in place of 7.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: train train-hf lint test test-slow test-npu test-suites fuzz scenarios docs clean
+.PHONY: train train-hf lint test test-slow test-npu test-suites test-versions fuzz scenarios docs clean
 
 train: $(VENV)/ready
 	$(RUN) examples/pretrain_gpt.py $(ARGS)
@@ -45,6 +45,11 @@ MINUTES ?= 10
 SEED ?= 1
 fuzz: $(VENV)/ready
 	CI=1 OMP_NUM_THREADS=1 $(RUN) -m tests.fuzz --minutes $(MINUTES) --seed $(SEED) $(ARGS)
+
+# The usual tests, or those of ARGS, with other versions of Python, torch, transformers and Megatron-core, each in an
+# environment in build/versions (several GB for another torch; ARGS=--drop removes each after its run).
+test-versions: $(VENV)/ready $(TRITON)/ready $(TOOLCHAIN)/ready
+	$(SETTINGS) $(RUN) -m tests.versions $(ARGS)
 
 # The site of the documentation, into build/site; a warning is an error.
 docs: $(VENV)/ready
