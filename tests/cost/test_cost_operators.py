@@ -8,6 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
+from mindspeed_fx.cost import aten
 from mindspeed_fx.cost.calibrated import with_constants
 from mindspeed_fx.cost.device import Constant
 from mindspeed_fx.cost.hardware import hardware, names
@@ -218,3 +219,10 @@ def test_every_operator_of_torch_npu_that_is_called_is_known():
     from mindspeed_fx.kernels.npu.schemas import SCHEMAS
 
     assert not [n for n in SCHEMAS if aten.kind(n.rstrip("_")) == "other"]
+
+
+def test_of_attentions_results_output_and_logsumexp_are_counted_alone():
+    """ATen's operators return states of random numbers too, which nothing reads without dropout."""
+    q, lse = torch.empty(1, 2, 8, 4), torch.empty(1, 2, 8)
+    out, more = specs((q, lse)), specs((q, lse, lse, lse))
+    assert aten._flash(more, *specs((q, q, q))) == aten._flash(out, *specs((q, q, q)))

@@ -248,3 +248,11 @@ def test_experts(dtype):
     ):
         assert have.dtype == dtype
         torch.testing.assert_close(have.double(), want, rtol=torch.finfo(dtype).eps, atol=1e-5)
+
+
+@served
+def test_a_bias_of_every_second_number():
+    a, b, numbers = torch.randn(4, 8).bfloat16(), torch.randn(8, 6).bfloat16(), torch.randn(12)
+    want = a.double() @ b.double() + numbers[::2].double()
+    have = multiply(a, b, torch.empty(4, 6), numbers[::2])
+    assert (have.double() - want).abs().max() <= 1e-5 * want.abs().max()

@@ -387,3 +387,11 @@ def test_operators_say_what_they_are():
         and not name.endswith(("_backward", "_triton"))
     }
     assert not unsaid
+
+
+def test_gradients_of_a_weighted_gate_have_rows_in_order():
+    """Whatever the layout of what they are computed from, as its fake result says."""
+    grad, x, up = (torch.randn(3, 2, 8).transpose(0, 1) for _ in range(3))
+    weight = torch.rand(3, 2, 1).transpose(0, 1)
+    results = torch.ops.mindspeed.weighted_swiglu_backward(grad, x, up, weight)
+    assert [r.is_contiguous() for r in results] == [True] * 3

@@ -471,3 +471,10 @@ def test_what_is_nearly_attention_says_why_not(f, reason):
     report = function_agrees(f, *qkv())
     assert report.counts["fusion.attention"] == 0
     assert any(reason in s.reason for s in report.skipped("fusion.attention")), report.skipped("fusion.attention")
+
+
+@pytest.mark.parametrize("rows, belongs", [(1, True), (4, True), (3, False)])
+def test_ids_of_packed_sequences_are_one_row_for_all_or_one_for_each_of_the_batch(rows, belongs):
+    ids = torch.fx.Graph().placeholder("ids")
+    ids.meta["val"] = torch.zeros(rows, 8, dtype=torch.long)
+    assert attention_emit._belongs(ids, [], 4) is belongs
