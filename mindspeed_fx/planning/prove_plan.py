@@ -22,7 +22,15 @@ from mindspeed_fx.compat import dtensor, tracing
 from mindspeed_fx.planning.search.model_graph import capture_model
 from mindspeed_fx.planning.search.traced_plan import local_input, local_program
 from mindspeed_fx.sharding.audit.relations.parts import Part, Terms
-from mindspeed_fx.sharding.audit.relations.walk import Failed, Programs, Result, Walk, compared, divided, whole_inputs
+from mindspeed_fx.sharding.audit.relations.walk import (
+    Failed,
+    Programs,
+    Result,
+    Walk,
+    compare_part,
+    divided,
+    whole_inputs,
+)
 from mindspeed_fx.sharding.parallelize import check_mesh, plan_for, unmatched_patterns
 from mindspeed_fx.sharding.plan import Plan
 
@@ -104,26 +112,26 @@ def _joint(program: Any, inputs: Sequence[Any], local: Any) -> fx.Graph:
     leaves = [isinstance(x, torch.Tensor) and x.is_floating_point() for x in inputs]
     fakes = tracing.new_fake_mode()
 
-    def results_of(given: Sequence[Any]) -> list[torch.Tensor]:
-        results = pytree.tree_leaves(program(*given))
+    def results_of(args: Sequence[Any]) -> list[torch.Tensor]:
+        results = pytree.tree_leaves(program(*args))
         return [r for r in results if isinstance(r, torch.Tensor)]
 
-    def joint(*given: Any) -> list[Any]:
+    def joint(*args: Any) -> list[Any]:
         with torch.enable_grad(), differentiating(lambda: local):
-            own = [x.detach().requires_grad_() if leaf else x for x, leaf in zip(given[: len(leaves)], leaves)]
+            own = [x.detach().requires_grad_() if leaf else x for x, leaf in zip(args[: len(leaves)], leaves)]
             results = results_of(own)
             starts = [r for r in results if r.requires_grad]
             wanted = [x for x, leaf in zip(own, leaves) if leaf]
-            gradients = torch.autograd.grad(starts, wanted, list(given[len(leaves) :]), allow_unused=True)
+            gradients = torch.autograd.grad(starts, wanted, list(args[len(leaves) :]), allow_unused=True)
         return [*results, *gradients]
 
     with dtensor.plain_tensors_as_replicated() if local is not None else fakes:
         with fakes:
-            given = [torch.empty(x.shape, dtype=x.dtype) if isinstance(x, torch.Tensor) else x for x in inputs]
-            own = [x.requires_grad_() if leaf else x for x, leaf in zip(given, leaves)]
+            args = [torch.empty(x.shape, dtype=x.dtype) if isinstance(x, torch.Tensor) else x for x in inputs]
+            own = [x.requires_grad_() if leaf else x for x, leaf in zip(args, leaves)]
             starts = [torch.empty(r.shape, dtype=r.dtype) for r in results_of(own) if r.requires_grad]
-            given = [x.detach() if isinstance(x, torch.Tensor) else x for x in given]
-            return tracing.make_fx_decomposed(joint, [*given, *starts], None).graph
+            args = [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
+            return tracing.make_fx_decomposed(joint, [*args, *starts], None).graph
 
 
 def _compared(
@@ -146,17 +154,17 @@ def _compared(
     places = {m: tuple(c[i] for c in coordinates) for i, m in enumerate(mesh)}
     at_rest = [divided(x, _placed(v, mesh), mesh) for x, v in zip(inputs, values)]
     walk = Walk(terms, Programs(graphs, places, groups, dict(mesh)))
-    found = walk.run([*at_rest, *inputs[len(placeholders) :]])
+    parts = walk.run([*at_rest, *inputs[len(placeholders) :]])
     floats = [i for i, n in enumerate(placeholders) if n.meta["val"].is_floating_point()]
     results = len(expected) - len(floats)
     proof = ShardedProof(plan, len(graphs), operators=sum(n.op == "call_function" for n in graphs[0].nodes))
-    for i, (part, own) in enumerate(zip(found, expected, strict=True)):
+    for i, (part, own) in enumerate(zip(parts, expected, strict=True)):
         rest = None if i < results else floats[i - results]
         name = f"result {i}" if rest is None else f'gradient of "{values[rest].name}"'
         target = None
         if rest is not None and isinstance(own, Part):
             target = divided(own, _placed(values[rest], mesh), mesh)
-        proof.results.append(compared(name, part, own, target))
+        proof.results.append(compare_part(name, part, own, target))
     return proof
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .attention import attention
+from .families import family
 from .writer import FFN, HIDDEN, Writer
 
 
@@ -175,7 +176,7 @@ def mixer(w: Writer, x: str) -> str:
 
 
 def branch(w: Writer, x: str) -> str:
-    return w.random.choices([attention, gated, mlp, experts, mixer], [4, 4, 2, 1, 1])[0](w, x)
+    return w.random.choices([attention, gated, mlp, experts, mixer, family], [4, 4, 2, 1, 1, 3])[0](w, x)
 
 
 def block(w: Writer, x: str) -> str:

@@ -74,10 +74,17 @@ class Writer:
 
     def weight(self, *shape: int) -> str:
         scale = shape[-1] ** -0.5
-        return self.member(f"nn.Parameter(torch.randn({', '.join(map(str, shape))}) * {scale:.3f})")
+        return self._shared(f"nn.Parameter(torch.randn({', '.join(map(str, shape))}) * {scale:.3f})")
 
     def gain(self, size: int = HIDDEN) -> str:
-        return self.member(f"nn.Parameter(torch.rand({size}) + 0.5)")
+        return self._shared(f"nn.Parameter(torch.rand({size}) + 0.5)")
+
+    def _shared(self, text: str) -> str:
+        """A parameter of its own, or now and then one of the same shape that the model has already."""
+        alike = [name for name, other in self.program.members.items() if other == text]
+        if alike and self.random.random() < 0.1:
+            return f"self.{self.random.choice(alike)}"
+        return self.member(text)
 
     def linear(self, x: str, size: int, bias: bool | None = None) -> str:
         """``x`` through a linear layer, in one of its spellings."""

@@ -1,4 +1,4 @@
-"""Every rank's program is shown to be the model in parts; a collective that is missing, or goes to others, is found."""
+"""Every rank's program is shown to be the model in parts; a collective that is missing, or goes to others, is seen."""
 
 from __future__ import annotations
 
@@ -123,10 +123,10 @@ def test_a_rank_that_takes_anothers_part_is_found():
 @pytest.mark.slow
 def test_a_sum_over_other_ranks_is_found():
     def edit(_rank, graph):
-        found = collectives(graph)
+        sums = collectives(graph)
         gathers = [n for n in graph.nodes if n.target is ops.all_gather_into_tensor.default]
-        names = sorted({n.args[-1] for n in gathers} - {found[0].args[-1]})
-        found[0].args = (*found[0].args[:-1], names[0])
+        names = sorted({n.args[-1] for n in gathers} - {sums[0].args[-1]})
+        sums[0].args = (*sums[0].args[:-1], names[0])
 
     result = proof("zero2+tp", {"dp": 2, "tp": 2}, edit)
     assert any(r.state == "wrong" and "over dp" in r.reason for r in result.results), str(result)

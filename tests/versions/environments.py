@@ -52,11 +52,11 @@ def interpreter(version: str) -> str:
     Raises:
         Missing: there is none.
     """
-    found = [
+    paths = [
         shutil.which(f"python{version}"),
         *map(str, sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))),
     ]
-    for path in filter(None, found):
+    for path in filter(None, paths):
         told = subprocess.run(
             [path, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"], capture_output=True, text=True
         )

@@ -45,10 +45,10 @@ def all_to_all(x: Part, mesh: str, ranks: int) -> Part:
 
 
 def _without(x: Part, mesh: str, what: str) -> tuple[tuple[Dim, ...], Digit]:
-    found = [d for dim in x.dims for d in dim if d.mesh == mesh]
-    if len(found) != 1:
+    shared = [d for dim in x.dims for d in dim if d.mesh == mesh]
+    if len(shared) != 1:
         raise Unproved(f"{what} over {mesh} of what its ranks hold alike")
-    return tuple(tuple(d for d in dim if d.mesh != mesh) for dim in x.dims), found[0]
+    return tuple(tuple(d for d in dim if d.mesh != mesh) for dim in x.dims), shared[0]
 
 
 def leading(dim: Dim, count: int) -> tuple[Digit, Dim]:

@@ -148,7 +148,7 @@ def apply(terms: Terms, name: str, key: Hashable, parts: Sequence[Part]) -> list
             if size > 1:
                 first = next((a[0] for a in spec.alike if letter in a), letter)
                 profiles.setdefault(first, []).append(profile(dim))
-    common = {letter: _common(given, f"dimension {letter}") for letter, given in profiles.items()}
+    common = {letter: _common(all_of, f"dimension {letter}") for letter, all_of in profiles.items()}
     for group in spec.alike:
         common.update(dict.fromkeys(group, common.get(group[0], ())))
     _unique(list({k: v for k, v in common.items() if not any(k in g[1:] for g in spec.alike)}.values()))
@@ -181,10 +181,10 @@ def _letters(text: str, rank: int, dots: int) -> list[str]:
     return [*before, *(f"x{dots - here + i}" for i in range(here)), *after]
 
 
-def _common(given: Sequence[Profile], where: str) -> Profile:
-    for p in given[1:]:
-        _alike(given[0], p, where)
-    return given[0] if given else ()
+def _common(profiles: Sequence[Profile], where: str) -> Profile:
+    for p in profiles[1:]:
+        _alike(profiles[0], p, where)
+    return profiles[0] if profiles else ()
 
 
 def _alike(a: Profile, b: Profile, where: str) -> None:

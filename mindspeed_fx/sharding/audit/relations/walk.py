@@ -45,7 +45,7 @@ class Programs:
 
 @dataclass(frozen=True)
 class Failed:
-    """No relation was found."""
+    """No relation was shown."""
 
     error: Unproved
 
@@ -70,12 +70,12 @@ class Walk:
         if len({len(c) for c in columns}) > 1:
             raise Unknown("ranks have programs of different lengths")
         live = set().union(*(_live(g) for g in self.programs.graphs))
-        given = iter(inputs)
+        remaining = iter(inputs)
         for nodes in zip(*columns):
             n = nodes[0]
             self.at.update(dict.fromkeys(nodes, len(self.values)))
             if n.op == "placeholder":
-                self.values.append(next(given))
+                self.values.append(next(remaining))
             elif n.op == "output":
                 return [self._result(column) for column in zip(*(m.args[0] for m in nodes))]
             else:
@@ -104,20 +104,20 @@ class Walk:
 
     def _read(self, column: Sequence[fx.Node]) -> Any:
         """The value of what each rank reads in one place; ranks may read different pieces of one tensor."""
-        found = {self.at[m]: self.values[self.at[m]] for m in column}
-        for value in found.values():
+        read = {self.at[m]: self.values[self.at[m]] for m in column}
+        for value in read.values():
             if isinstance(value, Failed):
                 raise _Before(value.error)
-        first = next(iter(found.values()))
-        if len(found) == 1:
+        first = next(iter(read.values()))
+        if len(read) == 1:
             return first
-        if not all(isinstance(p, Part) and p.picked for p in found.values()):
+        if not all(isinstance(p, Part) and p.picked for p in read.values()):
             raise Unknown("ranks read different tensors")
         digit, _, dim = first.picked[-1]
         rest = replace(first, picked=first.picked[:-1])
-        if any(replace(p, picked=p.picked[:-1]) != rest or p.picked[-1][0] != digit for p in found.values()):
+        if any(replace(p, picked=p.picked[:-1]) != rest or p.picked[-1][0] != digit for p in read.values()):
             raise Unknown("ranks read pieces of different tensors")
-        index = tuple(found[self.at[m]].picked[-1][1][rank] for rank, m in enumerate(column))
+        index = tuple(read[self.at[m]].picked[-1][1][rank] for rank, m in enumerate(column))
         return replace(rest, picked=(*rest.picked, (digit, index, dim)))
 
     def _arguments(self, nodes: Sequence[fx.Node]) -> list:
@@ -362,7 +362,7 @@ def divided(x: Part, placed: Sequence[tuple[str, int]], ranks: dict[str, int]) -
     return replace(x, dims=tuple(dims))
 
 
-def compared(name: str, part: Any, whole: Any, expected: Part | None) -> Result:
+def compare_part(name: str, part: Any, whole: Any, expected: Part | None) -> Result:
     """``part`` against what it is to be: the term of ``whole``, divided as ``expected``."""
     for x in (part, whole):
         if isinstance(x, Failed):
