@@ -117,7 +117,7 @@ def test_a_rank_that_takes_anothers_part_is_found():
             mine[0].replace_all_uses_with(other)
 
     result = proof("zero2", {"dp": 2}, edit)
-    assert not result.proved and "not picked by a rank's place" in str(result)
+    assert [r.state for r in result.results].count("wrong") == len(result.results), str(result)
 
 
 @pytest.mark.slow
