@@ -135,12 +135,10 @@ SUGGESTED = {
     ("deepseek2_lite__pretrain_deepseek2_lite_16b_ptd_16p", 8): "latent attention and experts",
 }
 """Launch script and devices -> what it is about."""
-USUAL = ("qwen3__pretrain_qwen3_4b_4K_ptd", 8)
 
 
-@pytest.mark.parametrize(
-    "name, devices", [case if case == USUAL else pytest.param(*case, marks=pytest.mark.slow) for case in SUGGESTED]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name, devices", SUGGESTED)
 def test_a_suggestion_trains(name, devices):
     """The changed arguments, shrunk, over gloo, with the launch scripts' runner: compiled as eager."""
     from tests.megatron.launch import table
@@ -150,3 +148,15 @@ def test_a_suggestion_trains(name, devices):
     assert tuned.is_changed
     row = table.measure(shrink.Script(script.name, script.entry, devices, tuned.words))
     assert row.passes and not row.refused, row
+
+
+def test_a_suggestion_runs():
+    """The small sibling: one run, compiled."""
+    from tests.megatron.launch import runner, table
+
+    name, devices = next(iter(SUGGESTED))
+    tuned = search.tune(SCRIPTS[name].args, devices)
+    args, world = shrink.shrink(shrink.Script(name, SCRIPTS[name].entry, devices, tuned.words), "fp32")
+    run = runner.run(args, world, environ=table.COMPILED)
+    assert tuned.is_changed and run.error is None, run.error
+    assert len(run.losses) == 3 and run.graphs == run.chunks and not run.breaks

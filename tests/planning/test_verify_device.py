@@ -106,6 +106,7 @@ def test_a_step_that_forgets_a_moment_fails(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_processor_whole(tmp_path, capsys):
     words = ["verify-device", "--device=cpu", "--in-process", "--small", f"--out={tmp_path / 'cpu.json'}"]
     assert cli.main(words) == 0, capsys.readouterr().err
@@ -208,7 +209,11 @@ def test_a_check_that_ended_its_process_has_failed(tmp_path):
         "kernel/a/float32": "passed",
         "kernel/b/float32": "failed",
     }
-    assert "ended the process" in again.results["kernel/b/float32"]["problem"]
+    ended = again.results["kernel/b/float32"]
+    assert "ended the process" in ended["problem"]
+    assert (ended["kind"], ended["name"], ended["dtype"]) == ("kernel", "b", "float32")
+    (late,) = [r for r in again.save(["fusion/c: d/e/bfloat16"])["results"] if r["state"] == "not run"]
+    assert (late["kind"], late["name"], late["dtype"]) == ("fusion", "c: d/e", "bfloat16")
     assert not Journal(str(tmp_path / "f.json"), {"device": "b"}).results
     assert not Journal(str(tmp_path / "f.json"), {"device": "b"}, fresh=True).results
 

@@ -16,9 +16,12 @@ WORDS = [f"w{i}" for i in range(100)]
 
 
 def preload() -> None:
+    import dill
     import trl  # noqa: F401
     from transformers.models.llama import modeling_llama  # noqa: F401
     from trl import DPOTrainer, GRPOTrainer, RewardTrainer, SFTTrainer  # noqa: F401
+
+    dill._dill._is_builtin_module = lambda module: True  # it takes modules outside the environment apart
 
 
 def tokenizer() -> Any:
@@ -64,7 +67,7 @@ def fit(run: Any, trainer: str, config: str, dataset: dict[str, list[Any]], one:
             )
             | settings
         )
-        extra = {k: settings.pop(k) for k in ("reward_funcs", "peft_config") if k in settings}
+        extra = {k: settings.pop(k) for k in ("reward_funcs", "peft_config", "ref_model") if k in settings}
         one = one or model()
         given = getattr(trl, trainer)(
             model=one,
@@ -119,6 +122,8 @@ def run_dpo(run: Any, kind: str) -> Any:
         import peft
 
         how |= dict(peft_config=peft.LoraConfig(task_type="CAUSAL_LM", r=4))
+    else:
+        how |= dict(ref_model=model())
     return fit(run, "DPOTrainer", "DPOConfig", pairs(), **how)
 
 
@@ -129,7 +134,7 @@ def run_kto(run: Any) -> Any:
         "completion": [" " + text(20 + i, 6) for i in range(8)],
         "label": [i % 2 == 0 for i in range(8)],
     }
-    return fit(run, "KTOTrainer", "KTOConfig", data, max_length=24)
+    return fit(run, "KTOTrainer", "KTOConfig", data, max_length=24, ref_model=model())
 
 
 @scenario("trl/reward")
@@ -144,7 +149,7 @@ def run_reward(run: Any) -> Any:
 @scenario("trl/{}", ("grpo/grpo", "grpo/dr_grpo", "grpo/bnpo", "rloo"))
 def run_grpo(run: Any, kind: str) -> Any:
     data = {"prompt": [text(i, 5) for i in range(8)]}
-    how: dict[str, Any] = dict(num_generations=2, max_completion_length=6, beta=0.04)
+    how: dict[str, Any] = dict(num_generations=2, max_completion_length=6, beta=0.0)  # without a reference model
     how |= dict(reward_funcs=lambda completions, **_: [float(sum(map(ord, c)) % 7) for c in completions])
     if kind == "rloo":
         return fit(run, "RLOOTrainer", "RLOOConfig", data, **how)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Callable
 
 from mindspeed_fx.megatron import groups, patches
+from mindspeed_fx.megatron.training import assertions
 
 ARGUMENTS = "megatron.training.arguments:validate_args"
 YAML = "megatron.training.yaml_arguments:validate_yaml"
@@ -99,7 +100,7 @@ def _after_settling(name: str) -> Callable:
     def validate(args: Namespace, *rest: Any, **kwargs: Any) -> Any:
         _settle_and_print(args)
         has_variable_lengths = getattr(args, "variable_seq_lengths", False)
-        validated = patches.original(name)(args, *rest, **kwargs)
+        validated = assertions.with_words(patches.original(name), args, *rest, **kwargs)
         if has_variable_lengths:  # Megatron has no flag for it, and sets it to False here
             args.variable_seq_lengths = True
         return validated

@@ -66,7 +66,7 @@ class Journal:
 
     def finish(self, key: str, state: str, **row: Any) -> None:
         """A check has ended; ``row`` is what its line of the file has besides key and state."""
-        result = {"key": key, "state": state, **row}
+        result = {"key": key, **_names(key), "state": state, **row}
         self._take({"result": result})
         self._write({"result": result})
 
@@ -76,7 +76,7 @@ class Journal:
 
     def save(self, missing: list[str]) -> dict[str, Any]:
         """Write the file; the journal goes when nothing is ``missing``, keys of checks that had no time."""
-        rows = [*self.results.values(), *({"key": k, "state": "not run", "reason": "no time"} for k in missing)]
+        rows = [*self.results.values(), *(_without_time(k) for k in missing)]
         counts = {state: sum(r["state"] == state for r in rows) for state in STATES}
         content = {
             "schema": SCHEMA,
@@ -90,3 +90,14 @@ class Journal:
         if not missing:
             self.path.unlink(missing_ok=True)
         return content
+
+
+def _names(key: str) -> dict[str, str]:
+    """What a key is made of."""
+    kind, _, rest = key.partition("/")
+    name, _, dtype = rest.rpartition("/")
+    return {"kind": kind, "name": name, "dtype": dtype} if name else {"kind": kind, "name": rest, "dtype": "all"}
+
+
+def _without_time(key: str) -> dict[str, str]:
+    return {"key": key, **_names(key), "state": "not run", "reason": "no time"}
