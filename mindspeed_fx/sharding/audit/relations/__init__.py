@@ -3,6 +3,7 @@
 * ``parts.py``: what a tensor of one rank is of a whole one: dimensions made of digits, some of which ranks share
 * ``rules.py``: operator -> what becomes of the parts; written from what the operators compute, and apart from the rules
   by which the local programs were made
+* ``moves.py``: views, transpositions, products of matrices in their spellings
 * ``collectives.py``: the same for what is sent, and for the picking and joining of pieces around it
 * ``walk.py``: the programs of all ranks side by side, node by node
 """

@@ -5,7 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Sequence
 
-from mindspeed_fx.sharding.audit.relations.parts import Digit, Dim, Part, Unknown, Unproved, in_front, merged, settled
+from mindspeed_fx.sharding.audit.relations.moves import cut
+from mindspeed_fx.sharding.audit.relations.parts import (
+    Digit,
+    Dim,
+    Part,
+    Terms,
+    Unknown,
+    Unproved,
+    in_front,
+    merged,
+    profile,
+    settled,
+)
 
 
 def all_reduce(x: Part, mesh: str, kind: str) -> Part:
@@ -81,11 +93,18 @@ def joined(pieces: Sequence[Part], dim: int) -> Part | None:
     return in_front(replace(first, picked=first.picked[:-1]), dim, digit)
 
 
-def own(x: Part, places: dict[str, tuple[int, ...]], ranks: dict[str, int]) -> Part:
+def own(terms: Terms, x: Part, places: dict[str, tuple[int, ...]], ranks: dict[str, int]) -> Part:
     """Pieces that every rank picked by its own place are parts; a piece that all picked alike stays one."""
     for digit, index, dim in reversed(x.picked):
         meshes = [m for m, at in places.items() if at == index and ranks[m] == digit.size]
-        if not meshes or len(set(index)) == 1 and digit.size > 1 and len(index) > 1:
+        whole = in_front(replace(x, picked=x.picked[:-1]), dim, digit)
+        if not meshes and len(set(index)) == 1 and not profile(whole.dims[dim]):
+            if whole.picked:
+                raise Unknown("a piece of a piece")
+            size = whole.local[dim] // digit.size
+            x = cut(terms, whole, dim, index[0] * size, (index[0] + 1) * size)
+            continue
+        if not meshes:
             raise Unknown(f"a piece {sorted(set(index))} of {digit.size} that is not picked by a rank's place")
         if meshes[0] in x.partial or meshes[0] in x.meshes():
             raise Unproved(f"a piece by the place in {meshes[0]} of what is divided over it already")

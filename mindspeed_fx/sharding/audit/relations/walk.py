@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable, Sequence
+from typing import Any, Sequence
 
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 from mindspeed_fx.graph.provenance import module_path
-from mindspeed_fx.sharding.audit.relations import collectives, rules
+from mindspeed_fx.sharding.audit.relations import collectives, moves, rules
 from mindspeed_fx.sharding.audit.relations.parts import (
     Part,
     Terms,
     Unknown,
     Unproved,
     describe,
-    regrouped,
 )
 
 SAME = frozenset("detach clone contiguous alias wait_tensor lift_fresh_copy".split())
@@ -66,10 +66,9 @@ class Walk:
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         """Parts of the results for those of the inputs."""
-        columns = [list(g.nodes) for g in self.programs.graphs]
+        columns = [_live(g) for g in self.programs.graphs]
         if len({len(c) for c in columns}) > 1:
             raise Unknown("ranks have programs of different lengths")
-        live = set().union(*(_live(g) for g in self.programs.graphs))
         remaining = iter(inputs)
         for nodes in zip(*columns):
             n = nodes[0]
@@ -79,7 +78,7 @@ class Walk:
             elif n.op == "output":
                 return [self._result(column) for column in zip(*(m.args[0] for m in nodes))]
             else:
-                self.values.append(self._value(nodes) if live.intersection(nodes) else None)
+                self.values.append(self._value(nodes))
         raise Unknown("a program returns nothing")
 
     def _result(self, column: Sequence[Any]) -> Any:
@@ -151,19 +150,21 @@ class Walk:
             return self._cat(args[0], dim)
         if short == "slice":
             return self._slice(nodes, args)
+        if short == "split_with_sizes":
+            self._alike(nodes)
+            return self._pieces(self._own(args[0]), args[1], args[2] if len(args) > 2 else 0)
         if short in SAME:
             return args[0]
         args = pytree.tree_map(lambda a: self._own(a) if isinstance(a, Part) else a, args)
-        if short in MOVES:
-            return MOVES[short](self, n, args)
-        if any(getattr(m, "args", None) and _numbers(m) != _numbers(n) for m in nodes):
-            raise Unknown("numbers of ranks differ")
+        if short in moves.MOVES:
+            return moves.MOVES[short](self.terms, n, args)
+        self._alike(nodes)
         if name in rules.RULES:
             parts = [a for a in pytree.tree_leaves(args) if isinstance(a, Part)]
             results = rules.apply(self.terms, name, _key(n), parts)
             return results if len(n.target._schema.returns) > 1 else results[0]
-        if short in PRODUCTS and not (short == "addmm" and n.kwargs):
-            return PRODUCTS[short](self.terms, args, n)
+        if short in moves.PRODUCTS and not (short == "addmm" and n.kwargs):
+            return moves.PRODUCTS[short](self.terms, args, n)
         parts = [a for a in args if isinstance(a, Part)]
         if short in rules.POINTWISE and parts:
             commutes = short in ("add", "mul") and n.kwargs.get("alpha", 1) == 1 and len(parts) == len(args)
@@ -181,7 +182,7 @@ class Walk:
     def _own(self, x: Any) -> Any:
         if not isinstance(x, Part) or not x.picked:
             return x
-        return collectives.own(x, self.programs.places, self.programs.ranks)
+        return collectives.own(self.terms, x, self.programs.places, self.programs.ranks)
 
     def _item(self, nodes: Sequence[fx.Node]) -> Any:
         value = self._read([m.args[0] for m in nodes])
@@ -202,9 +203,21 @@ class Walk:
         size = sizes.pop()
         if size == extent and not sizes:
             return x
-        if sizes or extent % size or any(s % size for s in starts) or (nodes[0].args[4:] or (1,))[0] != 1:
+        if (nodes[0].args[4:] or (1,))[0] != 1 or sizes:
+            raise Unknown("a slice that is no piece")
+        if len(set(starts)) == 1 and (len(starts) == 1 or not rules.profile(x.dims[dim])):
+            return moves.cut(self.terms, x, dim, starts[0], starts[0] + size)
+        if extent % size or any(s % size for s in starts):
             raise Unknown("a slice that is no piece")
         return collectives.piece(x, dim, extent // size, [s // size for s in starts])
+
+    def _pieces(self, x: Part, sizes: Sequence[int], dim: int) -> list[Part]:
+        ends = list(itertools.accumulate(sizes))
+        return [moves.cut(self.terms, x, dim % len(x.dims), e - size, e) for size, e in zip(sizes, ends)]
+
+    def _alike(self, nodes: Sequence[fx.Node]) -> None:
+        if any(_numbers(m) != _numbers(nodes[0]) for m in nodes):
+            raise Unknown("numbers of ranks differ")
 
     def _cat(self, parts: list[Part], dim: int) -> Part:
         """Of parts that are whole along ``dim``."""
@@ -243,87 +256,8 @@ class Walk:
         raise Unknown("no rule")
 
 
-# ----------------------------------------------------------- moves and products
-
-
-def _viewed(walk: Walk, n: fx.Node, args: list) -> Part:
-    return regrouped(args[0], tuple(n.meta["val"].shape), walk.terms.known)
-
-
-def _permuted(x: Part, order: Sequence[int]) -> Part:
-    return replace(x, dims=tuple(x.dims[i] for i in order))
-
-
-def _transposed(walk: Walk, n: fx.Node, args: list) -> Part:
-    x, rank = args[0], len(args[0].dims)
-    order = list(range(rank))
-    one, two = (d % rank for d in args[1:3]) if len(args) > 1 else (0, 1)
-    if rank > 1:
-        order[one], order[two] = two, one
-    return _permuted(x, order)
-
-
-def _expanded(walk: Walk, n: fx.Node, args: list) -> Part:
-    shape = tuple(n.meta["val"].shape)
-    x = args[0]
-    dims = ((),) * (len(shape) - len(x.dims)) + x.dims
-    if any(not d and size > 1 for d, size in zip(dims, shape)):
-        raise Unknown("no rule")
-    return replace(x, dims=dims)
-
-
-MOVES: dict[str, Callable] = {
-    **dict.fromkeys(["view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten"], _viewed),
-    "permute": lambda walk, n, args: _permuted(args[0], [i % len(args[0].dims) for i in args[1]]),
-    **dict.fromkeys(["transpose", "t"], _transposed),
-    "expand": _expanded,
-}  # fmt: skip
-
-
-def _linear(terms: Terms, args: list, n: fx.Node) -> Part:
-    x, w = args[:2]
-    result = rules.dot(terms, x, [len(x.dims) - 1], w, [1])
-    if len(args) > 2 and isinstance(args[2], Part):  # on rows, as addmm adds it
-        rows = replace(result, dims=(tuple(d for dim in result.dims[:-1] for d in dim), result.dims[-1]))
-        added = rules.pointwise(terms, "add", _sum_key(), [rows, args[2]], True)
-        return regrouped(added, result.local, terms.known)
-    return result
-
-
-def _linear_backward(terms: Terms, args: list, n: fx.Node) -> list[Part | None]:
-    g, x, w, wanted = args
-    rows = list(range(len(g.dims) - 1))
-    return [
-        rules.dot(terms, g, [len(rows)], w, [0]) if wanted[0] else None,
-        rules.dot(terms, g, rows, x, rows) if wanted[1] else None,
-        rules.summed(terms, g, rows, False) if wanted[2] else None,
-    ]
-
-
-def _sum(terms: Terms, args: list, n: fx.Node) -> Part:
-    x = args[0]
-    over = [d % len(x.dims) for d in args[1]] if len(args) > 1 and args[1] else list(range(len(x.dims)))
-    return rules.summed(terms, x, over, len(args) > 2 and bool(args[2]))
-
-
-PRODUCTS: dict[str, Callable] = {
-    "linear": _linear,
-    "linear_backward": _linear_backward,
-    "addmm": lambda terms, args, n: rules.pointwise(
-        terms, "add", _sum_key(), [rules.dot(terms, args[1], [1], args[2], [0]), args[0]], True
-    ),
-    "mm": lambda terms, args, n: rules.dot(terms, args[0], [1], args[1], [0]),
-    "sum": _sum,
-}  # fmt: skip
-
-
 def _name(target: Any) -> str:
     return f"{target.namespace}.{target._opname}" if hasattr(target, "_opname") else str(target)
-
-
-def _sum_key() -> tuple:
-    """That of a plain sum of two tensors."""
-    return repr(["tensor", "tensor"]), repr([])
 
 
 def _key(n: fx.Node) -> tuple:
@@ -337,15 +271,17 @@ def _numbers(n: fx.Node) -> list:
     return [a for a in pytree.tree_leaves([n.args, n.kwargs]) if isinstance(a, (int, float))]
 
 
-def _live(graph: fx.Graph) -> set[fx.Node]:
+def _live(graph: fx.Graph) -> list[fx.Node]:
+    """Inputs, results and what they are computed from, in order. What else a trace holds depends on what was traced
+    before it."""
     output = next(n for n in reversed(graph.nodes) if n.op == "output")
-    live, stack = set(), list(output.all_input_nodes)
+    live, stack = {output}, [output]
     while stack:
-        n = stack.pop()
-        if n not in live:
-            live.add(n)
-            stack += n.all_input_nodes
-    return live
+        for n in stack.pop().all_input_nodes:
+            if n not in live:
+                live.add(n)
+                stack.append(n)
+    return [n for n in graph.nodes if n.op == "placeholder" or n in live]
 
 
 def whole_inputs(terms: Terms, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> list[Part]:

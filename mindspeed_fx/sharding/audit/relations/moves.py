@@ -1,0 +1,96 @@
+"""Operators that move digits, and products of matrices in their spellings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Callable, Sequence
+
+import torch.fx as fx
+
+from mindspeed_fx.sharding.audit.relations import rules
+from mindspeed_fx.sharding.audit.relations.parts import Part, Terms, Unknown, Unproved, profile, regrouped
+
+
+def cut(terms: Terms, x: Part, dim: int, start: int, end: int) -> Part:
+    """Elements from ``start`` to ``end`` of a dimension that every rank has whole."""
+    if profile(x.dims[dim]):
+        raise Unproved(f"elements {start} to {end} of a dimension of which ranks hold parts")
+    shape = [end - start if i == dim else n for i, n in enumerate(x.whole)]
+    shared = [profile(d) for d in x.dims]
+    return terms.fresh(("cut", dim, start, end, x.arranged), shape, shared, x.partial)
+
+
+def _sum_key() -> tuple:
+    """That of a plain sum of two tensors."""
+    return repr(["tensor", "tensor"]), repr([])
+
+
+def _viewed(terms: Terms, n: fx.Node, args: list) -> Part:
+    return regrouped(args[0], tuple(n.meta["val"].shape), terms.known)
+
+
+def _permuted(x: Part, order: Sequence[int]) -> Part:
+    return replace(x, dims=tuple(x.dims[i] for i in order))
+
+
+def _transposed(terms: Terms, n: fx.Node, args: list) -> Part:
+    x, rank = args[0], len(args[0].dims)
+    order = list(range(rank))
+    one, two = (d % rank for d in args[1:3]) if len(args) > 1 else (0, 1)
+    if rank > 1:
+        order[one], order[two] = two, one
+    return _permuted(x, order)
+
+
+def _expanded(terms: Terms, n: fx.Node, args: list) -> Part:
+    shape = tuple(n.meta["val"].shape)
+    x = args[0]
+    dims = ((),) * (len(shape) - len(x.dims)) + x.dims
+    if any(not d and size > 1 for d, size in zip(dims, shape)):
+        raise Unknown("no rule")
+    return replace(x, dims=dims)
+
+
+MOVES: dict[str, Callable] = {
+    **dict.fromkeys(["view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten"], _viewed),
+    "permute": lambda terms, n, args: _permuted(args[0], [i % len(args[0].dims) for i in args[1]]),
+    **dict.fromkeys(["transpose", "t"], _transposed),
+    "expand": _expanded,
+}  # fmt: skip
+
+
+def _linear(terms: Terms, args: list, n: fx.Node) -> Part:
+    x, w = args[:2]
+    result = rules.dot(terms, x, [len(x.dims) - 1], w, [1])
+    if len(args) > 2 and isinstance(args[2], Part):  # on rows, as addmm adds it
+        rows = replace(result, dims=(tuple(d for dim in result.dims[:-1] for d in dim), result.dims[-1]))
+        added = rules.pointwise(terms, "add", _sum_key(), [rows, args[2]], True)
+        return regrouped(added, result.local, terms.known)
+    return result
+
+
+def _linear_backward(terms: Terms, args: list, n: fx.Node) -> list[Part | None]:
+    g, x, w, wanted = args
+    rows = list(range(len(g.dims) - 1))
+    return [
+        rules.dot(terms, g, [len(rows)], w, [0]) if wanted[0] else None,
+        rules.dot(terms, g, rows, x, rows) if wanted[1] else None,
+        rules.summed(terms, g, rows, False) if wanted[2] else None,
+    ]
+
+
+def _sum(terms: Terms, args: list, n: fx.Node) -> Part:
+    x = args[0]
+    over = [d % len(x.dims) for d in args[1]] if len(args) > 1 and args[1] else list(range(len(x.dims)))
+    return rules.summed(terms, x, over, len(args) > 2 and bool(args[2]))
+
+
+PRODUCTS: dict[str, Callable] = {
+    "linear": _linear,
+    "linear_backward": _linear_backward,
+    "addmm": lambda terms, args, n: rules.pointwise(
+        terms, "add", _sum_key(), [rules.dot(terms, args[1], [1], args[2], [0]), args[0]], True
+    ),
+    "mm": lambda terms, args, n: rules.dot(terms, args[0], [1], args[1], [0]),
+    "sum": _sum,
+}  # fmt: skip
