@@ -67,7 +67,7 @@ def traced(name: str, devices: int, memory: str, **sizes: Any) -> Cell:
     for other in hit.alternatives:
         assert isinstance(other, SearchedPlan)
         result.unsupported += bool(other.unsupported)
-        result.traced += other.name in hit.searched.trials.passed
+        result.traced += other.name in hit.searched.tried.passed
     result.failures = hit.refused
     return result
 

@@ -64,7 +64,7 @@ def test_a_plan_that_fails_is_not_returned_and_says_why(monkeypatch):
     first = searched(model, args, devices=2, keep=2, trace=False)
     names = [p.name for p in first.alternatives]
     monkeypatch.setattr(traced_plan, "find_failure", lambda t, plan, s: "too odd" if plan.name == names[0] else None)
-    first.searched.trials.asked = True
+    first.searched.tried.asked = True
     second = _first_that_traces(first.searched)
     assert second.name == names[1]
     assert second.refused == {names[0]: "too odd"} == second.summary()["refused"]
@@ -72,7 +72,7 @@ def test_a_plan_that_fails_is_not_returned_and_says_why(monkeypatch):
     assert second.explain(names[0]) == f"{names[0]} was not returned: too odd"
     assert [p.name for p in second.alternatives] == [names[1]]
     monkeypatch.setattr(traced_plan, "find_failure", lambda *_: "too odd")
-    first.searched.trials.passed.clear()
+    first.searched.tried.passed.clear()
     with pytest.raises(ShardingError, match="no rank can make its program of the plans that fit .*too odd"):
         _first_that_traces(first.searched)
 

@@ -14,8 +14,8 @@
 * ``schedules.py``: idle time and kept microbatches of a pipeline's schedules; ``stage_loads.py``: what each rank of a
   pipeline does and holds; ``stage_step.py``: the modelled step of one choice (``solution.py``);
   ``schedule_reasons.py``: why this schedule
-* ``to_plan.py``: a solution as a plan; ``traced_plan.py``, ``trials.py``: which of them trace; ``constraints.py``: a
-  plan as a restriction; ``searched_plan.py``: the plan with its numbers and reasons;
+* ``to_plan.py``: a solution as a plan; ``traced_plan.py``, ``tried_plans.py``: which of them trace;
+  ``constraints.py``: a plan as a restriction; ``searched_plan.py``: the plan with its numbers and reasons;
   ``plan_table.py``, ``search_svg.py``: as text and as a picture
 """
 
@@ -84,8 +84,6 @@ def plan(
     Raises:
         ShardingError, OptionError: nothing fits; a wrong name or size; scipy or highspy is missing.
     """
-    from mindspeed_fx.cost.hardware import detect
-    from mindspeed_fx.cost.hardware import hardware as device
     from mindspeed_fx.planning.search.branch_and_bound import branch_and_bound, memory_of
     from mindspeed_fx.planning.search.costs import OPTIMIZERS, Prices
     from mindspeed_fx.planning.search.highs import milp
@@ -101,12 +99,7 @@ def plan(
     settings = {"optimizer": optimizer, "pipeline": pipeline, **_fixed_settings(microbatches, zero, recompute)}
     fixed, devices = _fixed_sizes(mesh, devices)
     milp()
-    if hardware is None:
-        target = next((p.device.type for p in model.parameters() if p.device.type not in ("meta", "cpu")), "cpu")
-        hardware, why = detect("npu" if target == "privateuseone" else target)
-        if hardware is None:
-            raise ShardingError(f"hardware: {why}")
-    hw = device(hardware)
+    hw = _hardware(hardware, model)
     limit = memory_of(memory, hw)
     settings["fixed"] = fixed
     # each collection walks over all objects of torch, a quarter of a second, and a search makes little garbage
@@ -115,8 +108,24 @@ def plan(
         problem = trace_model(model, args, kwargs or {}, fixed.get("pp", 0 if pipeline and devices > 1 else 1))
         outcome = branch_and_bound(problem, hw, devices, limit, keep=keep, **settings)
     searched = Searched(problem, Prices(problem, hw, optimizer), devices, limit, outcome, settings)
-    searched.trials.asked = trace
+    searched.tried.asked = trace
     return _first_that_traces(searched)
+
+
+def _hardware(name: Any, model: Any) -> Any:
+    """The device of that name, or, for None, the one that the model's parameters are on.
+
+    Raises:
+        ShardingError: what it is cannot be told.
+    """
+    from mindspeed_fx.cost.hardware import detect, hardware
+
+    if name is None:
+        target = next((p.device.type for p in model.parameters() if p.device.type not in ("meta", "cpu")), "cpu")
+        name, why = detect("npu" if target == "privateuseone" else target)
+        if name is None:
+            raise ShardingError(f"hardware: {why}")
+    return hardware(name)
 
 
 def _first_that_traces(searched: Any) -> Any:
@@ -129,7 +138,7 @@ def _first_that_traces(searched: Any) -> Any:
 
     for solution in searched.outcome.solutions:
         plan = SearchedPlan.of(searched, solution)
-        if searched.trials.take(plan):
+        if searched.tried.take(plan):
             return plan
     reasons = "; ".join(f"{name}: {why}" for name, why in searched.refused.items())
     raise ShardingError(f"plan: no rank can make its program of the plans that fit ({reasons})")

@@ -61,7 +61,7 @@ def who_runs(plan: Any) -> str:
     """Who runs the plan, in a word or two."""
     if plan.unsupported:
         return "no"
-    if plan.name not in plan.searched.trials.passed:
+    if plan.name not in plan.searched.tried.passed:
         return "not tried"
     if plan.layout.pp > 1:
         return f"as stages, schedule of {plan.microbatches}"

@@ -21,7 +21,7 @@ from mindspeed_fx.planning.search.solution import Solution
 from mindspeed_fx.planning.search.solve import Program
 from mindspeed_fx.planning.search.strategy_space import SUMMED, Label, P, R
 from mindspeed_fx.planning.search.to_plan import emit
-from mindspeed_fx.planning.search.trials import Trials
+from mindspeed_fx.planning.search.tried_plans import TriedPlans
 from mindspeed_fx.sharding.plan import Plan, ShardingError, parse_placement
 
 GiB = 2**30
@@ -38,7 +38,7 @@ class Searched:
     outcome: Outcome
     settings: dict[str, Any]
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
-    trials: Trials = dataclasses.field(default_factory=Trials)
+    tried: TriedPlans = dataclasses.field(default_factory=TriedPlans)
 
 
 class SearchedPlan(Plan):
@@ -117,7 +117,7 @@ class SearchedPlan(Plan):
         """The best plan of each of the best meshes, fastest first, of which a rank can make its program."""
         every = self.searched.outcome.solutions
         plans = [self if s is self.solution else SearchedPlan.of(self.searched, s) for s in every]
-        return [p for p in plans if p is self or self.searched.trials.take(p)]
+        return [p for p in plans if p is self or self.searched.tried.take(p)]
 
     def layers(self) -> list[dict[str, Any]]:
         """Time and memory by kind of layer: layer, count, compute, collectives (seconds of one), state, kept (bytes of

@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass
-class Trials:
+class TriedPlans:
     """What was tried of one search."""
 
     asked: bool = True
