@@ -210,17 +210,6 @@ def test_the_average_of_the_weights_is_saved_and_goes_on(tmp_path):
             assert torch.equal(tensors["ema_params"], states_again[buffer][dtype]["ema_params"])
 
 
-@pytest.mark.slow
-def test_other_parallel_sizes_go_on_from_a_checkpoint(tmp_path):
-    flags = "--use-distributed-optimizer --ckpt-format torch_dist --lr-decay-iters 4 --train-iters 4 --num-layers 4"
-    whole = train(f"{flags} --save {tmp_path} --save-interval 2 --tensor-model-parallel-size 2", 2)
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
-    for sizes, world in (("--pipeline-model-parallel-size 2", 2), ("", 2), ("--tensor-model-parallel-size 2", 4)):
-        rest = train(f"{flags} --load {tmp_path} {sizes} --no-load-rng", world)
-        for k in (3, 4):
-            assert rest.losses[k]["lm loss"] == pytest.approx(whole.losses[k]["lm loss"], rel=1e-5)
-
-
 def kill(rank: int) -> None:
     """The victim dies in its second save, or in its fourth step."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
