@@ -311,6 +311,7 @@ class Stub:
         self.args = parse(part, f"--save {folder} {words}")
         self.losses = torch.nn.Module()
         self.losses.model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64))
+        self.saved, self.pipeline = set(self.losses.model.state_dict()), None
         self.optimizer = torch.optim.AdamW(self.losses.parameters(), lr=0.1)
         self.device, self.documents, self.step = torch.device("cpu"), types.SimpleNamespace(fingerprint="f"), 0
         self.checkpoints = part("hf_checkpoint").Checkpoints(self.args)

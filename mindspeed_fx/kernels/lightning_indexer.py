@@ -63,7 +63,7 @@ def lightning_indexer(q: Tensor, k: Tensor, weights: Tensor, count: int) -> tupl
         qs, ks, ws = (x.to(scores.dtype) for x in (qs, ks, ws))
         for rows in blocks(length, q.shape[2] * keys):
             end = rows.stop + keys - length
-            products = (qs[rows].flatten(0, 1) @ ks[:end].T).relu_().view(-1, q.shape[2], end)
+            products = (qs[rows].flatten(0, 1) @ ks[:end].T).relu_().view(rows.stop - rows.start, q.shape[2], end)
             block = torch.bmm(ws[rows].unsqueeze(1), products).squeeze(1)
             late = (
                 torch.arange(end, device=q.device) > torch.arange(end - block.shape[0], end, device=q.device)[:, None]
@@ -96,7 +96,7 @@ def lightning_indexer_backward(
         qs, ks, ws, gs = (x[number].to(kind) for x in (q, k, weights, grad))
         for rows in blocks(length, count * (heads + width)):
             place = indices[number, rows].clamp(min=0).flatten()
-            chosen = ks.index_select(0, place).view(-1, count, width)
+            chosen = ks.index_select(0, place).view(rows.stop - rows.start, count, width)
             products = torch.bmm(qs[rows], chosen.transpose(1, 2)).relu_()  # [rows, heads, count]
             g = gs[rows].masked_fill(indices[number, rows] < 0, 0)
             dw[number, rows] = torch.bmm(products, g.unsqueeze(2)).squeeze(2)

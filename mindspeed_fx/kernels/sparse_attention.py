@@ -81,14 +81,15 @@ def _gathered(q, k, v, indices, v_width, number):
     for rows in blocks(q.shape[1], numbers):
         chosen = indices[number, rows]
         place = chosen.clamp(min=0).flatten()
-        keys = _take(ks, place, kv_heads, count, kind)
-        values = keys[..., :v_width] if vs is None else _take(vs, place, kv_heads, count, kind)
+        keys = _take(ks, place, (len(chosen), count, kv_heads), kind)
+        values = keys[..., :v_width] if vs is None else _take(vs, place, (len(chosen), count, kv_heads), kind)
         queries = q[number, rows].to(kind).unflatten(1, (kv_heads, -1))
         yield rows, queries, keys, values, (chosen < 0)[:, None, None], place
 
 
-def _take(x: Tensor, place: Tensor, heads: int, count: int, kind: torch.dtype) -> Tensor:
-    return x.index_select(0, place).to(kind).view(-1, count, heads, x.shape[1] // heads).transpose(1, 2)
+def _take(x: Tensor, place: Tensor, sizes: tuple[int, int, int], kind: torch.dtype) -> Tensor:
+    """[rows, heads, count, width] of ``sizes`` rows, count and heads."""
+    return x.index_select(0, place).to(kind).view(*sizes, x.shape[1] // sizes[2]).transpose(1, 2)
 
 
 def _fake_backward(grad, q, k, v, indices, out, lse, scale, v_width):
@@ -141,7 +142,7 @@ def sparse_attention_backward(
 
 def _add(x: Tensor, place: Tensor, rows: Tensor) -> None:
     """Adds [rows, kv_heads, count, width] to x [keys, kv_heads, width] at their places."""
-    x.index_add_(0, place, rows.transpose(1, 2).reshape(-1, *x.shape[1:]))
+    x.index_add_(0, place, rows.transpose(1, 2).reshape(len(place), *x.shape[1:]))
 
 
 def _fake_weights(q, k, indices, lse, scale):
