@@ -114,12 +114,14 @@ def is_cut_outside(node: fx.Node, x: Any, value: Any, result: Any) -> bool:
 
 
 def own_part(x: torch.Tensor, placements: Sequence[Placement], mesh: DeviceMesh) -> torch.Tensor:
-    """This rank's part of ``x``, contiguous."""
+    """This rank's part of ``x``, contiguous and in memory of its own: a view's place in the whole would be told to the
+    compiler, and ranks would plan with other bytes and order their collectives otherwise.
+    """
     for i, p in enumerate(placements):
         if p.is_shard():
             size = x.shape[p.dim] // mesh.size(i)
             x = x.narrow(p.dim, mesh.get_coordinate()[i] * size, size)
-    return x.contiguous()
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 @dataclass

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
+from torch.distributed.tensor import Shard
 
 from mindspeed_fx.planning.simulate import simulate
+from mindspeed_fx.sharding.inputs import own_part
 from tests.sharding.llama import Llama
 
 PLANS = [
@@ -35,3 +39,16 @@ def test_parts_give_the_loss_of_the_whole_batch(plan, mesh):
     for name, p in model.named_parameters():
         assert p.grad.abs().max() > 0
         assert (result.gradients[name] - p.grad).abs().max() <= 1e-10 * p.grad.abs().max(), name
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_ranks_part_lies_in_memory_of_its_own(rank):
+    """A view says where in the whole it lies, and as many bytes as are before its end: the compiler would be told, and
+    ranks order their collectives otherwise."""
+    mesh = types.SimpleNamespace(size=lambda i: 2, get_coordinate=lambda: (rank,))
+    whole = torch.arange(24).reshape(4, 6)
+    for dim in (0, 1):
+        part = own_part(whole, [Shard(dim)], mesh)
+        assert torch.equal(part, whole.chunk(2, dim)[rank])
+        assert part.is_contiguous() and part.storage_offset() == 0
+        assert part.untyped_storage().nbytes() == part.numel() * part.itemsize

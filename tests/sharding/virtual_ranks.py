@@ -211,8 +211,9 @@ def generate_worker(rank: int, store: str, sizes: dict[str, int], plan: Any, kin
     model, given = Generator(layers=2 if kind in SINGLE else 4).double(), batch(4, 8)
     whole = copy.deepcopy(model).eval()
     how = {"virtual": 1} if kind in SINGLE else {"style": STYLE.get(kind, "loop"), "virtual": 2}
-    stages = mindspeed_fx.pipeline_stages(model, mesh, plan, kwargs=given, microbatches=2, options=EAGER, **how)
-    schedule = getattr(schedules, kind)(stages[0] if kind in SINGLE else stages, 2, loss_fn=lambda x, _: x.sum())
+    number = 4 if kind == "ScheduleDualPipeV" else 2  # as many as it has stages, at least
+    stages = mindspeed_fx.pipeline_stages(model, mesh, plan, kwargs=given, microbatches=number, options=EAGER, **how)
+    schedule = getattr(schedules, kind)(stages[0] if kind in SINGLE else stages, number, loss_fn=lambda x, _: x.sum())
     schedule.step(**given, target=given["labels"])
     for stage in stages:
         stage.submod.eval()
@@ -236,7 +237,7 @@ def generate_worker(rank: int, store: str, sizes: dict[str, int], plan: Any, kin
         stage.submod.train()
     losses: list = []
     schedule.step(**given, target=given["labels"], losses=losses)
-    assert len(losses) == (2 if any(s.is_last for s in stages) else 0)
+    assert len(losses) == (number if any(s.is_last for s in stages) else 0)
     with pytest.raises(ShardingError, match="logits of every position"):
         mindspeed_fx.generate(schedule, given["ids"][:, :7], 1, name="ids", labels=given["labels"])
     dist.barrier()
