@@ -35,8 +35,8 @@ def check(tmp_path, kind, mesh, plan, sizes, dynamic, compiles, codegen="eager",
     [
         ("tp", "tp_sp", LENGTHS, True, 2),  # lengths that ranks share evenly, and others
         ("tp", "tp_sp", LENGTHS, None, 3),  # and the first, which is compiled as it is
-        ("tp", "tp", BATCHES, True, 1),
-        ("tp", "tp_sp", BATCHES, True, 2),
+        ("tp", "tp", BATCHES, True, 2),  # DTensor asks of batches too, where dimensions are joined
+        ("tp", "tp_sp", BATCHES, True, 4),
         ("dp", "zero1", ROWS, True, 2),
         ("dp", "zero2", ROWS, True, 2),
         ("dp", "zero2", ROWS, None, 3),

@@ -52,7 +52,6 @@ PLANS = [
     ("experts", "ep_alltoall", {"ep": 2}),
     pytest.param("dense", "zero3", {"dp": 2}, marks=pytest.mark.slow),
     pytest.param("dense", "zero3+tp_sp", {"dp": 2, "tp": 2}, marks=pytest.mark.slow),
-    pytest.param("experts", "ep_alltoall+tp", {"ep": 2, "tp": 2}, marks=pytest.mark.slow),
     pytest.param("experts", "zero3+ep", {"dp": 2, "ep": 2}, marks=pytest.mark.slow),
 ]
 

@@ -111,7 +111,7 @@ def test_the_best_of_all_schedules_microbatches_and_recomputation(problem, tp, m
     best = branch_and_bound(problem, HW, 2 * tp, limit, keep=1, fixed=fixed).solutions[0]
     assert best.seconds == pytest.approx(min(found.values()), rel=1e-4) and best.memory <= limit
     assert len({(x.schedule, x.virtual) for x in found}) >= 6 and best.layout.virtual > 1
-    if memory == 20:
+    if memory == 20 and tp == 1:  # two ranks of tp hold half of what binds one
         free = branch_and_bound(problem, HW, 2 * tp, 1e15, keep=1, fixed=fixed).solutions[0]
         assert (free.layout.recompute, free.layout.schedule) != (best.layout.recompute, best.layout.schedule)
 
