@@ -132,7 +132,7 @@ SUGGESTED = {
     ("qwen3__pretrain_qwen3_4b_4K_ptd", 8): "dense",
     ("ling_v2__pretrain_ling_mini_16b_4k_ptd_A3", 16): "experts",
     ("llama2__pretrain_llama2_13b_pack_ptd", 16): "packed documents",
-    ("deepseek2_lite__pretrain_deepseek2_lite_16b_ptd_16p", 8): "latent attention and experts",
+    ("deepseek2_lite__pretrain_deepseek2_lite_16b_ptd_16p", 16): "latent attention and experts",
 }
 """Launch script and devices -> what it is about."""
 

@@ -166,7 +166,9 @@ def step(function: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> tupl
 
 def compiled(fusion: Fusion, place: Place) -> Callable[..., Any]:
     """The fusion's function as models are compiled on the target."""
-    options: dict[str, Any] = {"target": place.target, "codegen": place.codegen, **fusion.options}
+    # Named, a pass fuses also where generated code was measured as fast: here it is to be seen, not to pay.
+    options: dict[str, Any] = {"target": place.target, "codegen": place.codegen, "enable": [fusion.name]}
+    options |= fusion.options
     if place.hardware is not None:
         options["hardware"] = place.hardware
     return torch_compile.compile_with_backend(
