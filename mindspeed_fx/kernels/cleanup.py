@@ -47,7 +47,7 @@ def cleanup(gm: fx.GraphModule, added: list[fx.Node]) -> None:
         [
             n
             for n in gm.graph.nodes
-            if n in near or n.target in (*REORDERINGS, aten._to_copy.default, aten.clone.default)
+            if n in near or n.target in (*REORDERINGS, *TO_SHAPE, aten._to_copy.default, aten.clone.default)
         ],
     )
 

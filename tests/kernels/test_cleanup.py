@@ -10,8 +10,9 @@ from mindspeed_fx.kernels.cleanup import cleanup
 aten = torch.ops.aten
 
 
-def chain(dtype, wide, back, shape=None, is_read=False):
-    """``x.to(wide).view(shape).to(back) + 1``, and the widened value too where it is read."""
+def chain(dtype, wide, back, shape=None, is_read=False, of_model=()):
+    """``x.to(wide).view(shape).to(back) + 1``, and the widened value too where it is read; calls of the operators
+    ``of_model`` were there before lowering."""
     graph = fx.Graph()
     with FakeTensorMode():
         node = graph.placeholder("x")
@@ -25,7 +26,7 @@ def chain(dtype, wide, back, shape=None, is_read=False):
             nodes[-1].meta["val"] = target(nodes[-2].meta["val"], *args, **kwargs)
     graph.output((nodes[-1], nodes[2]) if is_read else (nodes[-1],))
     gm = fx.GraphModule(torch.nn.Module(), graph)
-    cleanup(gm, nodes[1:])
+    cleanup(gm, [n for n in nodes[1:] if n.target not in of_model])
     gm.graph.lint()
     return fx.GraphModule(gm, gm.graph)
 
@@ -54,6 +55,30 @@ def test_a_value_that_was_widened_and_comes_back_is_itself(dtype, wide, back, le
     x = torch.arange(-3, 9).reshape(6, 2).to(dtype)
     want = x.abs().to(wide).view(shape or [6, 2]).to(back) + 1
     assert torch.equal(gm(x)[0], want) and gm(x)[0].dtype == want.dtype
+
+
+def test_a_shape_of_the_models_own_keeps_no_cast_alive():
+    gm = chain(torch.int32, torch.int64, torch.int32, [12], of_model=(aten.view.default,))
+    assert casts(gm) == 0 and sum(n.target is aten.view.default for n in gm.graph.nodes) == 1
+
+
+def test_a_shape_that_was_made_for_nothing_is_gone():
+    """The cast is a result of the graph, and so is what it would be: it stays, and no view of it is left unread."""
+    graph = fx.Graph()
+    with FakeTensorMode():
+        x = graph.placeholder("x")
+        x.meta["val"] = torch.empty(6, 2, dtype=torch.int32)
+        wide = graph.call_function(aten._to_copy.default, (x,), {"dtype": torch.int64})
+        wide.meta["val"] = x.meta["val"].long()
+        part = graph.call_function(aten.view.default, (wide, [12]))
+        part.meta["val"] = wide.meta["val"].view(12)
+        back = graph.call_function(aten._to_copy.default, (part,), {"dtype": torch.int32})
+        back.meta["val"] = part.meta["val"].int()
+    graph.output((back, part))
+    gm = fx.GraphModule(torch.nn.Module(), graph)
+    cleanup(gm, [wide, back])
+    gm.graph.lint()
+    assert all(n.users or n.op in ("output", "placeholder") for n in gm.graph.nodes)
 
 
 def test_what_else_reads_the_wide_value_keeps_it():
