@@ -59,7 +59,7 @@ class Wire(Link):
 def build(words: str, args: argparse.Namespace, ranks: int = 2, **more):
     """A transformer layer of Megatron's with DeepSpeed's experts on ``ranks`` ranks."""
     from mindspeed_fx.megatron.model_parts import add_parts
-    from tests.megatron.flags.test_values import apply
+    from tests.megatron.flags.values import apply
     from tests.megatron.gpt_models import tiny_gpt
 
     given = apply(

@@ -18,7 +18,7 @@ from mindspeed_fx.megatron.model_parts import add_parts
 from mindspeed_fx.planning.explain import Report
 from mindspeed_fx.report import recorder
 from tests.megatron.flags.deepseek4_runs import DEEPSEEK4, LENGTH, WINDOW
-from tests.megatron.flags.test_values import apply
+from tests.megatron.flags.values import apply
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
 HIDDEN, HEADS, WIDTH, ROTATED, RANK, VOCABULARY, EXPERTS, K = 32, 4, 8, 4, 24, 64, 8, 3

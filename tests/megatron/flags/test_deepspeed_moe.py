@@ -11,7 +11,7 @@ from torch.nn import functional
 from mindspeed_fx.megatron.deepspeed_moe import Gate
 from mindspeed_fx.megatron.model_parts import add_parts
 from tests import ranks
-from tests.megatron.flags.test_values import apply
+from tests.megatron.flags.values import apply
 
 EXPERTS, HIDDEN, SEQ, BATCH = 4, 32, 12, 2
 TYPE = f"--moe-model-type deepspeed_moe --num-experts {EXPERTS} --ffn-hidden-size 64 --seq-length {SEQ}"

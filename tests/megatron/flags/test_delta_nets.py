@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from mindspeed_fx.megatron.model_parts import add_parts
 from mindspeed_fx.megatron.norm import OffsetRMSNorm
-from tests.megatron.flags.test_values import apply
+from tests.megatron.flags.values import apply
 from tests.megatron.gpt_models import batch, tiny_gpt, train
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")

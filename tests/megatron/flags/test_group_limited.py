@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests import ranks
-from tests.megatron.flags.test_values import apply
+from tests.megatron.flags.values import apply
 
 EXPERTS, SEQ, BATCH, HIDDEN = 8, 6, 2, 32
 TYPE = (

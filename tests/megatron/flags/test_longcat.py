@@ -12,7 +12,7 @@ from mindspeed_fx.megatron import shortcut
 from mindspeed_fx.megatron.model_parts import add_parts
 from tests.megatron.flags.layer_effects import PRE, SPEC
 from tests.megatron.flags.model_effects import SPARSE_MODEL
-from tests.megatron.flags.test_values import apply
+from tests.megatron.flags.values import apply
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
 EXPERTS, ZEROS, K, SCALE = 4, 3, 3, 2.5

@@ -11,7 +11,7 @@ import torch
 
 from mindspeed_fx.megatron import muon
 from tests import ranks
-from tests.megatron.flags.test_values import apply
+from tests.megatron.flags.values import apply
 
 
 def by_singular_values(x: torch.Tensor, steps: int, kind: str) -> torch.Tensor:

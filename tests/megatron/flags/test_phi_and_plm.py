@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from mindspeed_fx.megatron import sparse_mixer
 from tests.megatron.flags.layer_effects import SPEC
-from tests.megatron.flags.test_values import apply, build_with_parts, config_of, logits_by_formula
+from tests.megatron.flags.values import apply, build_with_parts, config_of, logits_by_formula
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
 TOKENS, EXPERTS = 4096, 6

@@ -9,7 +9,7 @@ import torch
 
 from mindspeed_fx.megatron import rope_scaling
 from tests.megatron.flags.layer_effects import LONGROPE
-from tests.megatron.flags.test_values import apply, build_with_parts, logits_by_formula
+from tests.megatron.flags.values import apply, build_with_parts, logits_by_formula
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 from mindspeed_fx.megatron import index_sharing
 from mindspeed_fx.megatron.model_parts import add_parts
 from tests.megatron.flags.model_effects import SPARSE_MODEL
-from tests.megatron.flags.test_values import apply
+from tests.megatron.flags.values import apply
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
 TOPK, WIDTH, HEADS, LENGTH = 5, 12, 3, 16
