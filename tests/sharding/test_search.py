@@ -29,19 +29,11 @@ from mindspeed_fx.sharding.plan import Plan, ShardingError
 from mindspeed_fx.sharding.presets import named_plan
 from tests.sharding.llama import Llama
 from tests.sharding.mixtral import Mixtral
+from tests.sharding.searched_problems import large, mixture_problem
 from tests.sharding.test_written_parts import Filled
 
 GiB = 2**30
 HW = hardware("ascend910b2")
-
-
-def large(layers=8, batch=8, seq=4096, **sizes):
-    """A Llama of useful width on the meta device, with its batch; modules are called as in the small one."""
-    with torch.device("meta"):
-        model = Llama(
-            layers, **{"hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 32768, **sizes}
-        ).bfloat16()
-        return model, (torch.zeros(batch, seq, dtype=torch.long), torch.zeros(batch, seq, dtype=torch.long))
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +43,7 @@ def problem():
 
 @pytest.fixture(scope="module")
 def mixture():
-    with torch.device("meta"):
-        model, ids = (
-            Mixtral(4, hidden=1024, ffn=2048, heads=8, kv_heads=8, experts=4, vocab=4096).bfloat16(),
-            torch.zeros(8, 4096, dtype=torch.long),
-        )
-    return trace_model(model, (ids, ids.clone()), {})
+    return mixture_problem()
 
 
 def test_keys_that_are_filled_part_by_part_are_made_of_their_projection():
@@ -394,23 +381,6 @@ def priced(prices, layout):
         for n in prices.problem.nodes
         for s in prices.space.strategies(n, layout)
     ]
-
-
-def test_an_nth_of_a_microbatch_takes_an_nth_of_its_time_at_least(mixture):
-    """What :func:`_coarser` relies on, for every operator and with the collectives between them."""
-    prices, seconds = Prices(mixture, HW), {}
-    for cp, ep, tp, cut in itertools.product((1, 4), (1, 4), (1, 4), (1, 2, 8)):
-        x = Layout(1, cut, cp, ep, tp)
-        each = {
-            n.name: min(
-                p.forward + p.backward + p.moved
-                for p in (prices.activations(n, s, x) for s in prices.space.strategies(n, x))
-            )
-            for n in mixture.nodes
-        }
-        seconds[cp, ep, tp, cut] = {**each, "core": Program(prices, x, 1e15).core()}
-    for (cp, ep, tp, cut), mine in seconds.items():
-        assert [n for n, t in mine.items() if t * cut < seconds[cp, ep, tp, 1][n] * (1 - 1e-9)] == []
 
 
 def test_linear_programs():

@@ -21,7 +21,7 @@ from mindspeed_fx.planning.search.costs import Prices
 from mindspeed_fx.planning.search.layouts import RECOMPUTE, ZERO, Layout, meshes
 from mindspeed_fx.planning.search.layouts import microbatches as microbatch_counts
 from mindspeed_fx.planning.search.lower_bounds import LowerBounds, batch_parts
-from mindspeed_fx.planning.search.problem import Problem
+from mindspeed_fx.planning.search.problem import Node, Problem
 from mindspeed_fx.planning.search.schedules import schedules
 from mindspeed_fx.planning.search.solution import Solution, Unsayable
 from mindspeed_fx.planning.search.solve import Allowed, Program
@@ -253,22 +253,7 @@ class _State:
             if self.better(waiting):
                 continue
             if program is None:
-                start = time.perf_counter()
-                program = Program(self.prices, layout, self.memory, self.allowed)
-                if program.possible:
-                    self._price(program)
-                    seconds, memory = program.lower(self.lower_bounds.core(layout))
-                    if memory > self.memory:
-                        self._refuse(layout, memory)
-                        self.more(layout, recompute, zero)
-                    elif seconds < self.limit(layout.mesh):
-                        heapq.heappush(
-                            self.heap,
-                            dataclasses.replace(
-                                waiting, bound=max(waiting.bound, seconds), number=next(self.number), program=program
-                            ),
-                        )
-                self.times["prices"] += time.perf_counter() - start
+                self.price(waiting)
                 continue
             start = time.perf_counter()
             result = program.solve()
@@ -280,18 +265,42 @@ class _State:
             else:
                 bound, chosen = result
                 slack = program.slack
-                try:
-                    self._enter(program.evaluate(chosen, bound))
-                except Unsayable:
-                    if not program.fractional:
-                        raise
                 self.bounds.append(bound)
-                if program.fractional:
-                    self.open.append((bound, next(self.number), program, len(self.bounds) - 1))
+                if bound < self.limit(layout.mesh):
+                    self._round(program, chosen, bound)
             if slack:
                 self.done.add((layout.mesh, layout.zero, layout.recompute))
             else:
                 self.more(layout, recompute, zero)
+
+    def _round(self, program: Program, chosen: dict[Node, int], bound: float) -> None:
+        """Take the choice of a relaxation whose bound is the last of :attr:`bounds`."""
+        try:
+            self._enter(program.evaluate(chosen, bound))
+        except Unsayable:
+            if not program.fractional:
+                raise
+        if program.fractional:
+            self.open.append((bound, next(self.number), program, len(self.bounds) - 1))
+
+    def price(self, waiting: _Waiting) -> None:
+        """Put a layout in line by the bound of its own prices, if it may fit in memory."""
+        start = time.perf_counter()
+        layout = waiting.layout
+        program = Program(self.prices, layout, self.memory, self.allowed)
+        if program.possible:
+            if (memory := self.lower_bounds.least_memory(layout)) > self.memory:
+                self._refuse(layout, memory)
+                self.more(layout, waiting.recompute, waiting.zero)
+            else:
+                self._price(program)
+                seconds = program.lower(self.lower_bounds.core(layout))
+                if seconds < self.limit(layout.mesh):
+                    bound = max(waiting.bound, seconds)
+                    heapq.heappush(
+                        self.heap, dataclasses.replace(waiting, bound=bound, number=next(self.number), program=program)
+                    )
+        self.times["prices"] += time.perf_counter() - start
 
     def _price(self, program: Program) -> None:
         """Prices are the same under every schedule."""

@@ -8,9 +8,10 @@ from mindspeed_fx.planning.search.costs import Prices
 from mindspeed_fx.planning.search.layouts import Layout
 from mindspeed_fx.planning.search.schedules import idle_at_least
 from mindspeed_fx.planning.search.solve import Allowed, Program
+from mindspeed_fx.planning.search.stage_loads import AFTER, BEFORE, holders
 
 Table = dict[int, list[float]]
-"""Run -> what its operators take at least, each in one layer."""
+"""Run, or end of the model, -> what its operators take at least, each in one layer."""
 
 
 def batch_parts(layout: Layout) -> int:
@@ -26,6 +27,7 @@ class LowerBounds:
         self.work: dict[tuple, dict[int, Table]] = {}
         """tp, ep, cp -> :func:`batch_parts` -> seconds."""
         self.store: dict[tuple, Table] = {}
+        self.kept: dict[tuple, tuple[dict[int, float], float]] = {}
         self.cores: dict[tuple, dict[int, float]] = {}
         self.weights: dict[int, dict[int, float]] = {}
 
@@ -58,7 +60,25 @@ class LowerBounds:
         return table
 
     def least_stored(self, layout: Layout) -> tuple[float, float]:
-        """Seconds of the optimizer and bytes of states at least."""
+        """Seconds of the optimizer and bytes of states at least, of the mean rank."""
+        weights = self._weights(layout.pp)
+        rows = [(weights[part], w) for part, w in self._stored(layout).items()]
+        return sum(w * x[0] for w, x in rows), sum(w * x[1] for w, x in rows)
+
+    def least_memory(self, layout: Layout) -> float:
+        """Bytes of states and of what is kept for the backward at least, of the fullest rank."""
+        stored, key = self._stored(layout), (layout.tp, layout.ep, layout.cp, batch_parts(layout), layout.recompute)
+        if key not in self.kept:
+            program = Program(self.prices, layout, self.memory, self.allowed)
+            self.kept[key] = program.least_kept() if program.possible else ({}, 0.0)
+        kept, transient = self.kept[key]
+        held = max(
+            sum(count * (stored[part][1] + microbatches * kept.get(part, 0.0)) for part, count in mine.items())
+            for mine, microbatches in holders(layout, self.prices.order)
+        )
+        return held + (transient if layout.pp == 1 else 0.0)
+
+    def _stored(self, layout: Layout) -> Table:
         p, key = (
             self.prices,
             (
@@ -71,21 +91,19 @@ class LowerBounds:
             ),
         )
         if key not in self.store:
-            table = self.store[key] = {run: [0.0, 0.0] for run in range(-1, len(p.problem.runs))}
+            table = self.store[key] = {part: [0.0, 0.0] for part in self._weights(layout.pp)}
             choices = p.space.choices(layout, self.allowed)
             for n in (n for n in p.problem.nodes if p.stores[n.name]):
                 mine = [p.stored(n, s, layout) for s in choices[n]]
-                table[n.run][0] += min((x.update for x in mine), default=0.0)
-                table[n.run][1] += min((x.state for x in mine), default=0.0)
-        weights = self._weights(layout.pp)
-        rows = [(weights[r], w) for r, w in self.store[key].items()]
-        return sum(w * x[0] for w, x in rows), sum(w * x[1] for w, x in rows)
+                table[p.parts[n]][0] += min((x.update for x in mine), default=0.0)
+                table[p.parts[n]][1] += min((x.state for x in mine), default=0.0)
+        return self.store[key]
 
     def _weights(self, pp: int) -> dict[int, float]:
-        """How often the mean of ``pp`` stages has the operators of each run."""
+        """How often the mean of ``pp`` stages has the operators of each run, and of the ends of the model."""
         if pp not in self.weights:
             runs = self.prices.problem.runs
-            self.weights[pp] = {-1: 1.0 / pp, **{r: len(run) / pp for r, run in enumerate(runs)}}
+            self.weights[pp] = {BEFORE: 1.0 / pp, AFTER: 1.0 / pp, **{r: len(run) / pp for r, run in enumerate(runs)}}
         return self.weights[pp]
 
     def core(self, layout: Layout, known: bool = False) -> float:

@@ -34,7 +34,7 @@ from mindspeed_fx.planning.search.schedules import idle_at_least, idle_times
 from mindspeed_fx.planning.search.solution import Solution, Unsayable
 from mindspeed_fx.planning.search.stage_loads import AFTER, BEFORE, holders
 from mindspeed_fx.planning.search.stage_step import evaluate
-from mindspeed_fx.planning.search.strategy_space import SUMMED, Label, R, Strategy
+from mindspeed_fx.planning.search.strategy_space import Label, Strategy
 
 GiB = 2.0**30
 """Unit of memory in the program: HiGHS drops coefficients below 1e-9."""
@@ -125,11 +125,42 @@ class Program:
         result = f.linear.minimum(cost)
         return result[0] if result is not None else float("inf")
 
-    def lower(self, core: float = 0.0) -> tuple[float, float]:
-        """Seconds and bytes that every choice in this layout needs; ``core``: see :meth:`core`."""
+    def least_kept(self) -> tuple[dict[int, float], float]:
+        """Bytes that one layer of each run and the ends of the model keep of one microbatch for the backward, and those
+        at hand at once, at least: for every layout with these parts of batch and sequence and this recompute. Needs no
+        :meth:`priced`."""
+        self._moved()
+        f, costs = self.flows, {part: np.zeros(self.flows.columns) for part in self.part.values()}
+        transient = 0.0
+        for n in self.nodes:
+            sizes = [self.prices.sizes(n, s, self.layout) for s in self.choices[n]]
+            transient = max(transient, min(x[1] for x in sizes))
+            if not self.recomputation.again(n):
+                costs[self.part[n]][f.first[n] : f.first[n] + len(sizes)] = [x[0] for x in sizes]
+        parts = [self.part_of(move) for move in self.moves]
+        for pair in f.pairs:
+            move, (part, times) = self.moves[pair.move], parts[pair.move]
+            n = self.bytes[move.value] / (self.layout.tp if isinstance(pair.t, int) else 1)
+            costs[part][pair.column] = times * self.recomputation.keeps(move, pair.p, pair.t, 0.0, n)[0]
+        results = {part: self._least(cost, together=part >= 0) for part, cost in costs.items()}
+        return results, transient
+
+    def _least(self, cost: np.ndarray, together: bool) -> float:
+        """The least sum of what is chosen, in bytes; without ``together``, of each operator and move by itself."""
+        f = self.flows
+        if together:
+            least = f.linear.minimum(cost / GiB)
+            return least[0] * GiB if least is not None else float("inf")
+        ends = [f.first[n] + len(self.choices[n]) for n in self.nodes]
+        chosen = sum(cost[f.first[n] : end].min() for n, end in zip(self.nodes, ends))
+        moved = np.full(len(self.moves), np.inf)
+        np.minimum.at(moved, f.of, cost[f.at])
+        return float(chosen + moved[np.isfinite(moved)].sum())
+
+    def lower(self, core: float = 0.0) -> float:
+        """Seconds that every choice in this layout needs; ``core``: see :meth:`core`."""
         L, flat, again_at_least, forward = self.layout, 0.0, 0.0, 0.0
-        seconds, states = self.between_stages(), dict.fromkeys(self.part.values(), 0.0)
-        hide = {part: [0.0, 0.0] for part in states}
+        seconds, hide = self.between_stages(), {part: [0.0, 0.0] for part in self.part.values()}
         redo = 1.0 if L.recompute == "full" else 0.0
         for n in self.nodes:
             w, mine = self.weight(n.run), [self.price[n, i] for i in range(len(self.choices[n]))]
@@ -138,30 +169,12 @@ class Program:
             flat += w * min(p.forward + p.backward + p.moved for p in mine)
             forward += w * least
             again_at_least += w * least * (redo if n.run >= 0 else 0.0)
-            states[self.part[n]] += min(p.state for p in mine)
             hide[self.part[n]][0] += w * min(p.gather - p.forward for p in mine)
             hide[self.part[n]][1] += w * min(p.reduce - p.backward for p in mine)
         steady = max(flat, core / L.pp) + again_at_least
         seconds += L.microbatches * steady + idle_at_least(L, steady, forward)
-        transient = max(min(self.price[n, i].transient for i in range(len(self.choices[n]))) for n in self.nodes)
-        kept: dict[int, float] = dict.fromkeys(states, 0.0)
-        for move in self.moves:
-            n = self.bytes[move.value] / L.tp
-            least = min(
-                self.recomputation.keeps(move, R, SUMMED, 0.0, n)[0],
-                self.recomputation.keeps(
-                    move, move.value.dims[0][0] if move.value.dims and move.value.dims[0] else R, R, 0.0, n
-                )[0],
-            )
-            part, times = self.part_of(move)
-            kept[part] += times * min(n, least)
-        memory = max(
-            sum(count * (states.get(part, 0.0) + held * kept.get(part, 0.0)) for part, count in mine.items())
-            for mine, held in self.holders
-        )
-        memory += transient if L.pp == 1 else 0.0
         often = L.microbatches if L.zero == "zero3" else 1
-        return seconds + often * sum(max(0.0, x) for pair in hide.values() for x in pair), memory
+        return seconds + often * sum(max(0.0, x) for pair in hide.values() for x in pair)
 
     def move_costs(self, move: Move, p: Label, t: Label, readers: list[Edge]) -> tuple[float, float, float] | None:
         """Seconds there, seconds back, bytes at ``t``; None for what no plan does."""
