@@ -91,7 +91,8 @@ def run_file(arguments, file, mode, tests):
     how = f"{mode}{'-everywhere' * arguments.everywhere}-{arguments.codegen}"
     out = Path(arguments.out) / f"{file.replace('/', '.')}.{how}.jsonl"
     out.parent.mkdir(parents=True, exist_ok=True)
-    root = Path(arguments.source).resolve() / "test"
+    root = Path(arguments.source).resolve()
+    root = root / "test" if (root / "test").is_dir() else root
     command = [sys.executable, "-m", "tests.torch_suites.suite_worker", str(Path(arguments.source).resolve() / file)]
     command += ["--root", str(root), "--out", str(out), "--mode", mode.split("-")[0], "--codegen", arguments.codegen]
     command += ["--limit", str(arguments.limit)]
