@@ -45,6 +45,7 @@ def main(request: dict[str, Any]) -> None:
     os.chdir(request["checkout"])
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    os.environ["MINDSPEED_FX_COMPILE"] = str(int(request["compile"]))
     import torch
 
     torch.set_num_threads(1)
