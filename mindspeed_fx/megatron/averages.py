@@ -47,7 +47,8 @@ def _parts(optimizer: Any) -> list[Any]:
 
 
 def _has_averages(part: Any) -> bool:
-    return getattr(part.optimizer, "average_decay", None) is not None
+    """Not of an optimizer that steps no parameters, or is a caller's own."""
+    return getattr(getattr(part, "optimizer", None), "average_decay", None) is not None
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
     averages,
     buckets,
     checkpoint,
+    checkpoint_worker,
     collectives,
     context_parallel,
     cross_entropy,
@@ -281,6 +282,7 @@ def _without_cuda() -> list[Patch]:
     where, kind = WITHOUT_CUDA, groups.kind()
     return [
         *_cuda_calls(),
+        *checkpoint_worker.table(),
         Patch(
             linear.LINEAR,
             linear.eager_linear,

@@ -23,15 +23,14 @@ from mindspeed_fx.megatron import (
 from mindspeed_fx.megatron.dualpipev import placement
 from mindspeed_fx.megatron.dualpipev import schedule as dualpipev
 from mindspeed_fx.megatron.flags import recomputed
+from mindspeed_fx.megatron.run_arguments import loop_arguments
 
 SWITCH = "MINDSPEED_FX_COMPILE"
 
 
 def get_model(*args: Any, **kwargs: Any) -> Any:
     """``megatron.training.training.get_model``, whose chunks compile at their first call."""
-    from megatron.training import get_args
-
-    arguments = get_args()
+    arguments = loop_arguments()
     if placement.is_asked(arguments):
         args = (placement.provider(args[0]), *args[1:])
     model = patches.original("megatron.training.training:get_model")(*args, **kwargs)

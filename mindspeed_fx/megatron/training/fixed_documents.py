@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_fx.megatron import patches
+from mindspeed_fx.megatron.run_arguments import training_arguments
 
 TARGET = "datasets.gpt_dataset:_get_ltor_masks_and_position_ids"
 
@@ -17,11 +18,14 @@ def masks_and_position_ids(data: Tensor, eod_token: int, *settings: Any) -> tupl
 
     Positions and the loss mask follow the data, as in MindSpeed.
     """
-    from megatron.training import get_args
-
     mask, loss_mask, positions = patches.original(TARGET)(data, eod_token, *settings)
-    args = get_args()
-    if mask is not None and args.reset_attention_mask and 0 < args.fix_sub_seq_length <= data.numel():
+    args = training_arguments()
+    if (
+        mask is not None
+        and args is not None
+        and args.reset_attention_mask
+        and 0 < args.fix_sub_seq_length <= data.numel()
+    ):
         mask = mask_of_documents(data.numel(), args.fix_sub_seq_length, mask.device)
     return mask, loss_mask, positions
 

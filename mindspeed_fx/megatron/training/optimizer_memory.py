@@ -8,6 +8,7 @@ import torch
 
 from mindspeed_fx.megatron import averages, host_states, patches, residual
 from mindspeed_fx.megatron.optimizer import Adam
+from mindspeed_fx.megatron.run_arguments import loop_arguments
 
 TARGET = "megatron.training.training:get_megatron_optimizer"
 
@@ -15,9 +16,7 @@ TARGET = "megatron.training.training:get_megatron_optimizer"
 def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
     """``get_megatron_optimizer``, as ``--optimizer-selection``, ``--o2-optimizer``, ``--reuse-fp32-param`` or
     ``--swap-optimizer`` have it."""
-    from megatron.training import get_args
-
-    optimizer, flags = patches.original(TARGET)(*args, **kwargs), get_args()
+    optimizer, flags = patches.original(TARGET)(*args, **kwargs), loop_arguments()
     if getattr(flags, "optimizer_selection", None) == "fused_ema_adamw":
         averages.keep_averages(optimizer, flags.ema_decay)
     if getattr(flags, "o2_optimizer", False):

@@ -8,6 +8,7 @@ from typing import Any, Iterator
 
 from mindspeed_fx.megatron import expert_placement, patches
 from mindspeed_fx.megatron.flags.tools import dump_settings
+from mindspeed_fx.megatron.run_arguments import loop_arguments
 from mindspeed_fx.megatron.training import compile_chunks, throughput
 from mindspeed_fx.training.profile import Profile
 from mindspeed_fx.training.tensor_dump import dump_tensors
@@ -21,27 +22,23 @@ _meters: list[throughput.Meter] = []
 
 def train(*args: Any, **kwargs: Any) -> Any:
     """``megatron.training.training.train`` with the tools that the arguments ask for."""
-    from megatron.training import get_args
-
     chunks = kwargs["model"] if "model" in kwargs else args[1]
-    with profiling(get_args()), metering(get_args()), dumping(get_args(), chunks):
+    with profiling(loop_arguments()), metering(loop_arguments()), dumping(loop_arguments(), chunks):
         return patches.original(TRAIN)(*args, **kwargs)
 
 
 def train_step(*args: Any, **kwargs: Any) -> Any:
     """``train_step``; iterations that Megatron skips count too."""
-    from megatron.training import get_args
-
     for profile in _profiles:
-        while profile.iteration <= get_args().curr_iteration:
+        while profile.iteration <= loop_arguments().curr_iteration:
             profile.step()
     with contextlib.ExitStack() as open_counts:
         for meter in _meters:
             open_counts.enter_context(meter.count)
         result = patches.original(STEP)(*args, **kwargs)
-    expert_placement.after_train_step(get_args(), args[2], args[3])
+    expert_placement.after_train_step(loop_arguments(), args[2], args[3])
     for meter in _meters:
-        meter.after(get_args().curr_iteration + 1)
+        meter.after(loop_arguments().curr_iteration + 1)
     return result
 
 

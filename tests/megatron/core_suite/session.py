@@ -27,6 +27,10 @@ ENDLESS = {
         "ranks make different groups under one name, of which gloo makes none: NCCL connects at first use, and they "
         "are not used"
     ),
+    "dist_checkpointing/test_serialization.py::TestSerialization::test_remove_sharded_tensors": (
+        "rank 0 ends in torch 2.13, whose FileSystemWriter has no `metadata_path`, which Megatron 0.16.1 asks for, and "
+        "the other ranks wait for it"
+    ),
 }
 """Tests that wait for ever over gloo, and why: they are not begun."""
 
@@ -45,6 +49,7 @@ def main(request: dict[str, Any]) -> None:
     os.chdir(request["checkout"])
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    os.environ["MINDSPEED_FX_COMPILE"] = str(int(request["compile"]))
     import torch
 
     torch.set_num_threads(1)
