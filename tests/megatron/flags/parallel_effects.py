@@ -41,8 +41,12 @@ PARALLEL = {
     "--disable-gloo-group": [
         ("--disable-gloo-group", dict(enable_gloo_process_groups=False)),
         (
-            "--disable-gloo-group --use-distributed-optimizer --ckpt-format torch",
-            dict(error="give --ckpt-format torch_dist"),
+            "--disable-gloo-group --use-distributed-optimizer --ckpt-format torch --hccl-slice-size 4096",
+            dict(enable_gloo_process_groups=False, says="gathered 4096 numbers of a rank at a time"),
+        ),
+        (
+            "--disable-gloo-group --use-distributed-optimizer --ckpt-format torch --hccl-slice-size 0",
+            dict(error="a number of weights from 1 is expected"),
         ),
     ],
     "--hccl-group-buffer": [
@@ -89,11 +93,13 @@ PARALLEL = {
     "--tp-2d": [
         (TWO_DIMENSIONS, dict(says="2 times 2 ranks")),
         ("--tp-2d --tp-x 2 --tp-y 2", dict(error="is not --tensor-model-parallel-size 1")),
-        (f"{TWO_DIMENSIONS} --tp-x 4 --tp-y 1", dict(error="give two numbers above 1")),
+        (f"{TWO_DIMENSIONS} --tp-x 4 --tp-y 1", dict(says="4 times 1 ranks")),
         (f"{TWO_DIMENSIONS} --num-experts 4", dict(error="--num-experts beside it")),
         (TWO_DIMENSIONS.replace("RMSNorm", "LayerNorm"), dict(error="give --normalization RMSNorm")),
-        (f"{TWO_DIMENSIONS} --pipeline-model-parallel-size 2", dict(error="--pipeline-model-parallel-size above 1")),
-        (f"{TWO_DIMENSIONS} --save some --ckpt-format torch_dist", dict(error="give --ckpt-format torch")),
+        (f"{TWO_DIMENSIONS} --pipeline-model-parallel-size 2", dict(says="2 times 2 ranks")),
+        (f"{TWO_DIMENSIONS} --save some --ckpt-format torch_dist", dict(says="2 times 2 ranks")),
+        (f"{TWO_DIMENSIONS} --save some --ckpt-format zarr", dict(error="give --ckpt-format torch or torch_dist")),
+        (f"{TWO_DIMENSIONS} --context-parallel-size 2", dict(error="--context-parallel-size above 1")),
         (f"{TWO_DIMENSIONS} --seq-length 6", dict(error="--seq-length 6 does not divide over 4")),
     ],
     "--layerzero": [
