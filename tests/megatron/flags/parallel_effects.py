@@ -87,7 +87,8 @@ PARALLEL = {
         (f"{V_SHAPE} --num-layers-per-virtual-pipeline-stage 1", dict(error="virtual-pipeline-stage beside it")),
         (f"{V_SHAPE} --overlap-grad-reduce", dict(says="rank r has stages r and")),
         (f"{V_SHAPE} --overlap-grad-reduce --dualpipev-dw-detach", dict(error="--dualpipev-dw-detach beside it")),
-        (f"{V_SHAPE} --overlap-param-gather", dict(error="--overlap-param-gather beside it")),
+        (f"{V_SHAPE} --overlap-param-gather", dict(error="--overlap-param-gather")),
+        (f"{V_SHAPE} --variable-seq-lengths", dict(says="rank r has stages r and 3 - r")),
         (f"{V_SHAPE} --dualpipev-dw-detach --reuse-fp32-param --bf16", dict(error="--reuse-fp32-param beside")),
     ],
     "--tp-2d": [

@@ -66,11 +66,33 @@ def seed_by_name(rank: int) -> None:
     Buckets.start_grad_sync = told("reduce", Buckets.start_grad_sync)
 
 
-def train(flags: str, world: int, environ: dict[str, str], tied: bool = False) -> runner.Run:
+def train(flags: str, world: int, environ: dict[str, str], tied: bool = False, setup: str = SEEDED) -> runner.Run:
     words = [w for w in SMALL if not (tied and w == "--untie-embeddings-and-output-weights")]
-    result = runner.run([*words, *flags.split()], world, environ=environ, setup=SEEDED)
+    result = runner.run([*words, *flags.split()], world, environ=environ, setup=setup)
     assert result.error is None, result.error
     return result
+
+
+def seed_and_cut(rank: int) -> None:
+    """As :func:`seed_by_name`; a micro-batch whose twelfth token is odd has 24 tokens a sample, others 32."""
+    from megatron.training import utils
+
+    seed_by_name(rank)
+    get_batch = utils.get_batch_on_this_tp_rank
+
+    def cut(*args, **kwargs):
+        batch = get_batch(*args, **kwargs)
+        tokens, labels = batch.get("tokens"), batch.get("labels")
+        one = labels[0, 10] if tokens is None else tokens[0, 11]  # the same one on every stage
+        length = 24 if int(one) % 2 else 32
+        print(f"length: {length}", flush=True)
+        ends = {"attention_mask": (..., slice(length), slice(length))}
+        return {
+            name: value if value is None or value.dim() < 2 else value[ends.get(name, (slice(None), slice(length)))]
+            for name, value in batch.items()
+        }
+
+    utils.get_batch_on_this_tp_rank = cut
 
 
 def events(output: str) -> list[str]:
@@ -104,6 +126,18 @@ def test_losses_of_the_interleaved_schedule():
     ]
     assert len(told[0]) == len(told[1]) == 1
     assert float(told[0][0]) == pytest.approx(float(told[1][0]), rel=2e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["", "--dualpipev-dw-detach"])
+def test_micro_batches_of_other_lengths(words):
+    """``--variable-seq-lengths``: each message's shape goes before it."""
+    flags = f"{PIPELINE} --variable-seq-lengths --no-gradient-accumulation-fusion"
+    cut = f"{SEEDED.partition(':')[0]}:seed_and_cut"
+    plain = train(f"{flags} {INTERLEAVED}", 2, EAGER, setup=cut)
+    ours = train(f"{flags} {V} {words}", 2, COMPILED if words else EAGER, setup=cut)
+    assert {line for line in ours.output[0].splitlines() if line.startswith("length")} == {"length: 24", "length: 32"}
+    check_equal(plain, ours, 2e-7)
 
 
 @pytest.mark.slow
