@@ -75,8 +75,7 @@ def _two_dimensions(args: Namespace) -> str:
     x, y, tp = (get(args, name, 1) for name in ("tp_x", "tp_y", "tensor_model_parallel_size"))
     if x * y != tp or x < 1 or tp < 2:
         raise NotDone(f"--tp-x {x} times --tp-y {y} is not --tensor-model-parallel-size {tp} above 1")
-    if (get(args, "context_parallel_size", 1) or 1) > 1:
-        raise NotDone("--context-parallel-size above 1 beside it; remove one of the two")
+    cp = get(args, "context_parallel_size", 1) or 1
     for name in ("num_experts", "multi_latent_attention", "mtp_num_layers", "sequence_parallel", "add_qkv_bias"):
         if get(args, name):
             raise NotDone(f"--{name.replace('_', '-')} beside it; remove one of the two")
@@ -86,7 +85,7 @@ def _two_dimensions(args: Namespace) -> str:
         raise NotDone("its norms over divided rows are RMSNorm's; give --normalization RMSNorm")
     if (get(args, "save") or get(args, "load")) and get(args, "ckpt_format", "torch_dist") not in SAVED_IN_PARTS:
         raise NotDone(f"its weights are parts of their own; give --ckpt-format {' or '.join(SAVED_IN_PARTS)}")
-    for name, parts in (("seq_length", x * y), ("hidden_size", x * y), ("ffn_hidden_size", x * y)):
+    for name, parts in (("seq_length", x * y * cp), ("hidden_size", x * y), ("ffn_hidden_size", x * y)):
         if (get(args, name) or 0) % parts:
             raise NotDone(f"--{name.replace('_', '-')} {get(args, name)} does not divide over {parts} ranks")
     return f"{x} times {y} ranks"
@@ -171,7 +170,7 @@ FLAGS = [
         "tensor parallelism in two dimensions",
         "weights in x times y parts, tokens in x and channels in y parts between layers, norms over divided rows; the "
         "values of tensor parallelism in one dimension; dense layers with RMSNorm and without biases, beside data "
-        "parallelism and pipeline stages",
+        "and context parallelism and pipeline stages",
         act=_two_dimensions,
         shown_by="test_tp_2d.py::test_a_run_is_that_of_one_dimension",
         skip=True,

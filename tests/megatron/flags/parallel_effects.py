@@ -100,7 +100,7 @@ PARALLEL = {
         (f"{TWO_DIMENSIONS} --pipeline-model-parallel-size 2", dict(says="2 times 2 ranks")),
         (f"{TWO_DIMENSIONS} --save some --ckpt-format torch_dist", dict(says="2 times 2 ranks")),
         (f"{TWO_DIMENSIONS} --save some --ckpt-format zarr", dict(error="give --ckpt-format torch or torch_dist")),
-        (f"{TWO_DIMENSIONS} --context-parallel-size 2", dict(error="--context-parallel-size above 1")),
+        (f"{TWO_DIMENSIONS} --context-parallel-size 2", dict(says="2 times 2 ranks")),
         (f"{TWO_DIMENSIONS} --seq-length 6", dict(error="--seq-length 6 does not divide over 4")),
     ],
     "--layerzero": [

@@ -122,6 +122,18 @@ def test_stages_of_a_pipeline(grid, stages):
         check_near(two, one)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["ulysses_cp_algo", "megatron_cp_algo"])
+def test_a_divided_sequence(algorithm):
+    """Beside context parallelism: tokens of a rank are divided once more between layers."""
+    words = f"--tensor-model-parallel-size 2 --context-parallel-size 2 --context-parallel-algo {algorithm}"
+    one = train(words, 4, EAGER)
+    for environ, graphs in ((EAGER, 0), (COMPILED, 1)):
+        two = train(f"{words} --tp-2d --tp-x 1 --tp-y 2", 4, environ)
+        assert two.graphs == [graphs] * 4
+        check_near(two, one)
+
+
 def check_near(two, one):
     assert set(two.losses) == set(one.losses) and one.losses
     for k, losses in one.losses.items():
