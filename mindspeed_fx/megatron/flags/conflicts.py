@@ -157,6 +157,7 @@ CONFLICTS: list[Conflict] = [
     *_pairs("--moe-fb-overlap", "experts lie over the tensor-parallel ranks", "--moe-tp-extend-ep"),
     *_pairs("--moe-fb-overlap", "layers of two levels have no one schedule", "--moe-zero-memory-num-layers"),
     *_pairs("--moe-fb-overlap", "a layer's parts do not run one after the other", "--swap-attention"),
+    *_pairs("--moe-fb-overlap", "gradients of two micro-batches are made in turns", "--overlap-grad-reduce"),
     *_pairs("--moe-fb-overlap", "layers of legacy models have no parts", "--use-legacy-models"),
     *_pairs(
         "--moe-alltoall-mc2",
