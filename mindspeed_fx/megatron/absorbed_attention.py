@@ -6,12 +6,13 @@ With c_t the latent of a token, W_k and W_v the up-projections of a head, and r 
 
 so that all heads share one key, the latent and the rotated part, and one value, the latent. The same values; nothing of
 keys times heads is made, which is what attention to few chosen keys is to gather. Products of a score are wider (the
-latent's width and not a head's), so that attention to all keys has more work. Source: DeepSeek-AI 2024, DeepSeek-V2,
-section 2.1.2; MindSpeed's --enable-mla-absorb.
+latent's width and not a head's), so that attention to all keys has more work, done where it is asked for without an
+indexer. Source: DeepSeek-AI 2024, DeepSeek-V2, section 2.1.2; MindSpeed's --enable-mla-absorb.
 """
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import Any
 
@@ -38,6 +39,28 @@ def absorb(attention: Any) -> None:
     linear = attention.linear_kv_up_proj
     linear.__class__ = type(f"NotMultiplied{type(linear).__name__}", (NotMultiplied, type(linear)), {})
     attention.get_query_key_value_tensors = types.MethodType(_tensors, attention)
+
+
+def absorb_all(model: Any) -> None:
+    """Absorb the up-projections of every latent attention of a GPTModel, whose core is Megatron's."""
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    for attention in [m for m in model.modules() if isinstance(m, MLASelfAttention)]:
+        absorb(attention)
+        core, heads = attention.core_attention, attention.num_attention_heads_per_partition
+        core.num_query_groups_per_partition = 1
+        core.hidden_size_per_partition = heads * attention.config.kv_lora_rank
+        core.register_forward_hook(functools.partial(_multiply, (attention,)))
+
+
+def _multiply(held: tuple[Any], core: Any, args: tuple[Any, ...], out: Tensor) -> Tensor:
+    """What core attention makes of latents, times the up-projections of the values.
+
+    Args:
+        held: the latent attention, in a tuple, so that it is not a part of its core too.
+    """
+    (attention,) = held
+    return values_of(attention, out.unflatten(-1, (attention.num_attention_heads_per_partition, -1)))
 
 
 def _tensors(self: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:

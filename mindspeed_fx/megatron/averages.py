@@ -14,11 +14,9 @@ from typing import Any, Iterator
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from mindspeed_fx.megatron import expert_placement, patches
+from mindspeed_fx.megatron import expert_placement, patches, sliced_states
 from mindspeed_fx.megatron.optimizer import AVERAGE, Adam
 
-DISTRIBUTED = "optimizer.distrib_optimizer:DistributedOptimizer"
-GET, LOAD = f"{DISTRIBUTED}.get_parameter_state_dp_zero", f"{DISTRIBUTED}.load_parameter_state_from_dp_zero"
 SAVE = "megatron.training.checkpointing:save_checkpoint"
 GENERATE = "megatron.training.checkpointing:generate_state_dict"
 
@@ -114,7 +112,7 @@ def _on_host(state: Any) -> Any:
 def get_parameter_state_dp_zero(self: Any, *args: Any, **kwargs: Any) -> Any:
     """``DistributedOptimizer.get_parameter_state_dp_zero``, with the averages: Megatron gathers three tensors by name,
     so that they are gathered once more in the place of the first moments."""
-    get = patches.original(GET)
+    get = sliced_states.get
     state = get(self, *args, **kwargs)
     if not _has_averages(self):
         return state
@@ -128,7 +126,7 @@ def get_parameter_state_dp_zero(self: Any, *args: Any, **kwargs: Any) -> Any:
 def load_parameter_state_from_dp_zero(self: Any, state_dict: Any, **kwargs: Any) -> None:
     """``DistributedOptimizer.load_parameter_state_from_dp_zero``, with the averages; a checkpoint without them gives
     the weights."""
-    load = patches.original(LOAD)
+    load = sliced_states.load
     if not _has_averages(self):
         return load(self, state_dict, **kwargs)
     replaced = None if state_dict is None else {k: v for k, v in state_dict.items() if not isinstance(v, dict)}

@@ -53,8 +53,18 @@ class Keeper(Protocol):
 
 
 def absent(weight: Tensor) -> Tensor:
-    """One NaN in the shape of ``weight``: four bytes."""
-    return torch.full((), float("nan"), dtype=weight.dtype, device=weight.device).expand(weight.shape)
+    """One NaN in the shape of ``weight``, the same four bytes for all of a device; a single weight, into which torch
+    could copy, has its own.
+    """
+    nan = _shared_nan if weight.numel() > 1 else _nan
+    return nan(weight.dtype, weight.device).expand(weight.shape)
+
+
+def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), float("nan"), dtype=dtype, device=device)
+
+
+_shared_nan = cache(_nan)
 
 
 @dataclass

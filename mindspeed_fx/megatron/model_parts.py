@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mindspeed_fx.megatron import (
+    absorbed_attention,
     adaptive_memory,
     alibi,
     ampipe,
@@ -79,6 +80,8 @@ def add_parts(model: Any, args: Namespace) -> None:
         deepseek4.add_parts(model, args)
     elif getattr(args, "enable_dsa_indexer", False):
         sparse_attention.add_indexers(model, args)
+    elif getattr(args, "absorb_up_projections", False):
+        absorbed_attention.absorb_all(model)
     if getattr(args, "square_root_scores", False):
         square_root_router.change_routers(model)
     if getattr(args, "tp_2d", False):

@@ -17,7 +17,7 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
-from mindspeed_fx.megatron import nanopipe, patches, several_tensors
+from mindspeed_fx.megatron import nanopipe, patches, several_tensors, tp_2d
 from mindspeed_fx.megatron.dualpipev import schedule as dualpipev
 
 SCHEDULE = "pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving"
@@ -173,6 +173,7 @@ def schedule(**kwargs: Any) -> Any:
     """
     global _running
     chunks = kwargs["model"]
+    kwargs = tp_2d.with_message_length(kwargs)
     if hasattr(chunks[0], "dualpipev"):
         return dualpipev.run(kwargs)
     if (queue := getattr(chunks[0], "late_gradients", None)) is not None and not kwargs.get("forward_only"):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from mindspeed_fx.arguments import refuse
-from mindspeed_fx.megatron import patches
+from mindspeed_fx.megatron import patches, tp_2d
 from mindspeed_fx.megatron.run_arguments import training_arguments
 
 FLAG = "--use-multiparameter-pipeline-model-parallel"
@@ -30,14 +30,16 @@ def is_asked() -> bool:
 
 
 def get_tensor_shapes(*, config: Any, **kwargs: Any) -> list[tuple[int, ...]]:
-    """``schedules.get_tensor_shapes``: those that the provider has set, if the flag is given.
+    """``schedules.get_tensor_shapes``: those that the provider has set, if the flag is given; with ``--tp-2d`` those of
+    a part.
 
     Raises:
         OptionError: they are no list of shapes, or of another type than Megatron's messages have.
     """
     shapes = getattr(training_arguments(), "pipeline_tensor_shapes", None) if is_asked() else None
     if shapes is None:
-        return patches.original(SHAPES)(config=config, **kwargs)
+        shapes = patches.original(SHAPES)(config=config, **kwargs)
+        return [(tp_2d.message_length(tokens), *rest) for tokens, *rest in shapes]
     return read_shapes(shapes, config.pipeline_dtype)
 
 

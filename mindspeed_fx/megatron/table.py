@@ -41,6 +41,7 @@ from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
     rotary,
     several_tensors,
     sinkhorn,
+    sliced_states,
     torch_fsdp2,
     uneven,
     wide_norms,
@@ -53,7 +54,7 @@ from mindspeed_fx.megatron.groups import has_accelerator
 from mindspeed_fx.megatron.patches import EVERYWHERE, IN_GRAPH, WITHOUT_ACCELERATOR, WITHOUT_CUDA, Patch
 
 DEALLOCATE = "pipeline_parallel.schedules:deallocate_output_tensor"
-AVERAGES = "--optimizer-selection fused_ema_adamw has a state that Megatron does not gather"
+GATHERED = "fused_ema_adamw has a state that Megatron does not gather, and without gloo Megatron gathers none"
 HIDES = "its handwritten backward hides it from the passes"
 
 
@@ -172,8 +173,8 @@ def _everywhere() -> list[Patch]:
 def _data_parallel() -> list[Patch]:
     """Buckets of gradients and parameters, and the checkpoint of what an optimizer keeps for them."""
     return [
-        Patch(averages.GET, averages.get_parameter_state_dp_zero, AVERAGES, EVERYWHERE),
-        Patch(averages.LOAD, averages.load_parameter_state_from_dp_zero, AVERAGES, EVERYWHERE),
+        Patch(sliced_states.GET, averages.get_parameter_state_dp_zero, GATHERED, EVERYWHERE),
+        Patch(sliced_states.LOAD, averages.load_parameter_state_from_dp_zero, GATHERED, EVERYWHERE),
         Patch(
             optimizer.RESHARDABLE,
             optimizer.sharded_param_state_fully_reshardable,

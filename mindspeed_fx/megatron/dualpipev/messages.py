@@ -63,7 +63,8 @@ class Mail:
         rank: this one's number in the pipeline.
         members: numbers of the pipeline's ranks in the whole job.
         groups: for messages down and up.
-        new: an empty tensor for a message.
+        new: an empty tensor for a message, of the shape that the run's lengths give, or of another.
+        has_shapes: a message's shape is sent before it (``--variable-seq-lengths``).
     """
 
     def __init__(
@@ -72,9 +73,11 @@ class Mail:
         rank: int,
         members: Sequence[int],
         groups: tuple[Any, Any],
-        new: Callable[[], Tensor],
+        new: Callable[..., Tensor],
+        has_shapes: bool = False,
     ) -> None:
         self.rank, self.ranks, self.members, self.groups, self.new = rank, len(orders), members, groups, new
+        self.has_shapes = has_shapes
         self.expected = {
             other: deque(sent(orders[other], other, rank, len(orders)))
             for other in (rank - 1, rank + 1)
@@ -93,9 +96,10 @@ class Mail:
             return
         while self.leaving and self.leaving[0][0].is_completed():
             self.leaving.popleft()
-        x = x.contiguous()
-        request = dist.isend(x, self.members[target], group=self.groups[target < self.rank])
-        self.leaving.append((request, x))
+        group = self.groups[target < self.rank]
+        shape = [torch.tensor(x.shape, device=x.device)] if self.has_shapes else []
+        for sent_now in (*shape, x.contiguous()):
+            self.leaving.append((dist.isend(sent_now, self.members[target], group=group), sent_now))
 
     def receive(self, message: Message) -> Tensor:
         """Wait for it."""
@@ -104,12 +108,21 @@ class Mail:
         source = rank_of(message.stage + (-1 if message.kind == "F" else 1), self.ranks)
         waiting = self.expected[source]
         while message not in self.coming:
-            buffer = self.new()
-            request = dist.irecv(buffer, self.members[source], group=self.groups[source > self.rank])
+            group = self.groups[source > self.rank]
+            buffer = self.new(*self._receive_shape(self.members[source], group))
+            request = dist.irecv(buffer, self.members[source], group=group)
             self.coming[waiting.popleft()] = request, buffer
         request, buffer = self.coming.pop(message)
         request.wait()
         return buffer
+
+    def _receive_shape(self, source: int, group: Any) -> tuple[int, ...]:
+        """Of the next message; empty where all have one shape."""
+        if not self.has_shapes:
+            return ()
+        shape = torch.empty(3, dtype=torch.int64, device=_device())
+        dist.recv(shape, source, group=group)
+        return tuple(shape.tolist())
 
     def finish(self) -> None:
         """All that was sent has left."""

@@ -73,19 +73,21 @@ class Step:
         else:
             orders = [order_of(self.ranks, r, count, late is not None) for r in range(self.ranks)]
         self.order = orders[self.rank]
-        self.mail = Mail(orders, self.rank, self.members, (group, placement.mirrored_group()), self._new_message)
+        groups, has_shapes = (group, placement.mirrored_group()), self.config.variable_seq_lengths
+        self.mail = Mail(orders, self.rank, self.members, groups, self._new_message, has_shapes)
         self.passes: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         self.held = _hold_reductions(self.config)
         self.losses: list[Any] = []
         self.tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
 
-    def _new_message(self) -> Tensor:
+    def _new_message(self, *shape: int) -> Tensor:
+        """Of a shape, or of the run's; [seq of this rank, batch, hidden]."""
         from megatron.core import parallel_state
 
         length = self.kwargs["seq_length"] // parallel_state.get_context_parallel_world_size()
         if self.config.sequence_parallel:
             length //= parallel_state.get_tensor_model_parallel_world_size()
-        shape = (length, self.kwargs["micro_batch_size"], self.config.hidden_size)
+        shape = shape or (length, self.kwargs["micro_batch_size"], self.config.hidden_size)
         kind = {"device": torch.cuda.current_device(), "dtype": self.config.pipeline_dtype}
         return torch.empty(shape, **kind)
 

@@ -30,10 +30,14 @@ def _decompose(args: Namespace) -> str:
 
 
 def _disable_gloo(args: Namespace) -> str:
-    if get(args, "use_distributed_optimizer") and get(args, "ckpt_format", "torch_dist") == "torch":
-        raise NotDone("Megatron writes the distributed optimizer by gloo in this format; give --ckpt-format torch_dist")
     args.enable_gloo_process_groups = False
-    return "enable_gloo_process_groups = False"
+    text = "enable_gloo_process_groups = False"
+    if not get(args, "use_distributed_optimizer") or get(args, "ckpt_format", "torch_dist") != "torch":
+        return text
+    size = get(args, "hccl_slice_size", 0)
+    if size < 1:
+        raise NotDone(f"--hccl-slice-size {size}: a number of weights from 1 is expected")
+    return f"{text}; states of the optimizer are gathered {size} numbers of a rank at a time"
 
 
 MOE = "speed alone: overlap.schedule orders the collectives of a captured layer"
@@ -184,7 +188,8 @@ FLAGS = [
         "--disable-gloo-group",
         MEGATRON,
         "checkpoints are gathered without gloo groups",
-        "`--disable-gloo-process-groups`",
+        "`--disable-gloo-process-groups`; states of the distributed optimizer for `--ckpt-format torch` go through the "
+        "device, `--hccl-slice-size` numbers of a rank at a time",
         act=_disable_gloo,
         skip=True,
     ),

@@ -70,6 +70,9 @@ OF_MEGATRON: dict[str, Asked] = {
     "--use-legacy-models": _given("use_legacy_models"),
     "--use-nanopipe": _given("use_nanopipe"),
     "--save": _given("save"),
+    "--context-parallel-size": _whole("context_parallel_size", 1),
+    "--num-layers-per-virtual-pipeline-stage": _whole("num_layers_per_virtual_pipeline_stage"),
+    "--optimizer muon": _is("optimizer", "muon"),
 }
 """Flags that are Megatron's own: when a run asks for them."""
 OF_VALUES: dict[str, Asked] = {
@@ -154,6 +157,7 @@ CONFLICTS: list[Conflict] = [
     *_pairs("--moe-fb-overlap", "experts lie over the tensor-parallel ranks", "--moe-tp-extend-ep"),
     *_pairs("--moe-fb-overlap", "layers of two levels have no one schedule", "--moe-zero-memory-num-layers"),
     *_pairs("--moe-fb-overlap", "a layer's parts do not run one after the other", "--swap-attention"),
+    *_pairs("--moe-fb-overlap", "gradients of two micro-batches are made in turns", "--overlap-grad-reduce"),
     *_pairs("--moe-fb-overlap", "layers of legacy models have no parts", "--use-legacy-models"),
     *_pairs(
         "--moe-alltoall-mc2",
@@ -184,7 +188,18 @@ CONFLICTS: list[Conflict] = [
     *_pairs("--recompute-in-advance", ADAPTIVE, "--adaptive-recompute-device-size"),
     *_pairs("--pipeline-num-transformer-layers", LAYOUT, "--num-layer-list", "--pipeline-model-parallel-layout"),
     *_pairs("--noop-layers", LAYOUT, "--pipeline-num-transformer-layers", "--pipeline-model-parallel-layout"),
-    *_pairs("--schedules-method", LAYOUT, "--pipeline-model-parallel-layout"),
+    *_pairs(
+        "--schedules-method", LAYOUT, "--pipeline-model-parallel-layout", "--num-layers-per-virtual-pipeline-stage"
+    ),
+    *_pairs("--schedules-method", "stages send one tensor", "--use-multiparameter-pipeline-model-parallel"),
+    *_pairs("--schedules-method", "stages send whole hidden states", "--tp-2d"),
+    *_pairs("--schedules-method", "weights are in shards", "--use-custom-fsdp"),
+    *_pairs(
+        "--schedules-method",
+        "its order has no place where parameters are gathered, and Megatron gathers them so beside "
+        "--overlap-grad-reduce alone, which MindSpeed refuses here",
+        "--overlap-param-gather",
+    ),
     *_pairs("--swap-attention", ADAPTIVE, "--adaptive-recompute-device-size", "--adaptive-memory-optimization"),
     *_pairs("--smart-swap", ADAPTIVE, "--adaptive-recompute-device-size"),
     *_pairs("--recompute-activation-function", ADAPTIVE, "--compress-dense"),
@@ -199,6 +214,12 @@ CONFLICTS: list[Conflict] = [
         "--multi-latent-attention",
         "its formula is that of plain attention",
         "the graphs count their own products, whatever the attention is",
+    ),
+    Conflict(
+        "--schedules-method",
+        "--overlap-grad-reduce",
+        "gradients of both chunks are made in turns",
+        "buckets of a chunk are reduced from its last micro-batch's backward on",
     ),
     Conflict(
         "--recompute-activation-function",

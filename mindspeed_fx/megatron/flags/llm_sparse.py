@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import Any
+from typing import Any, Callable
 
 from mindspeed_fx.megatron.flags import llm_deepseek4
 from mindspeed_fx.megatron.flags.flag import OPTION, Flag, NotDone, get, setting, switch
@@ -74,19 +74,27 @@ def _by_operators(args: Namespace) -> str:
 
 
 def _absorbed(args: Namespace) -> str:
-    _refuse_others(args)
+    if llm_deepseek4.is_asked(args):
+        raise NotDone("DeepSeek-V4's attention sees entries of its own; remove it")
+    if not get(args, "multi_latent_attention"):
+        raise NotDone("it is about latent attention; give --multi-latent-attention")
     if "mla_up_proj" in (getattr(args, "recompute_modules", None) or []):
         raise NotDone("up-projections are not made at all there; remove --recompute-modules mla_up_proj")
     if get(args, "cache_mla_latents"):
         raise NotDone("--cache-mla-latents has queries and keys of its own; remove one of the two")
-    return "all heads share one key and one value, the latent; attention reads the chosen ones alone"
+    shared = "all heads share one key and one value, the latent"
+    if get(args, "enable_dsa_indexer"):
+        return f"{shared}; attention reads the chosen ones alone"
+    if (get(args, "context_parallel_size", 1) or 1) > 1:
+        raise NotDone("--context-parallel-size above 1 beside it: one head of keys cannot be exchanged; remove it")
+    args.absorb_up_projections = True
+    return f"{shared}; without {DSA} attention to all keys has more work in this form"
 
 
-def _refuse_others(args: Namespace) -> None:
+def _absorbed_for_indexer(args: Namespace) -> str:
     if not get(args, "enable_dsa_indexer"):
-        raise NotDone(f"{DSA} is what it is about; attention to all keys has more work in this form")
-    if llm_deepseek4.is_asked(args):
-        raise NotDone("DeepSeek-V4's attention sees entries of its own; remove it")
+        raise NotDone(f"{DSA} is what it is about, as in MindSpeed; --enable-mla-absorb absorbs without one")
+    return _absorbed(args)
 
 
 def _operators(name: str, llm: bool = False) -> Flag:
@@ -102,14 +110,14 @@ def _operators(name: str, llm: bool = False) -> Flag:
     )
 
 
-def _absorb(name: str, llm: bool = False) -> Flag:
+def _absorb(name: str, without: str, act: Callable[[Namespace], str], llm: bool = False) -> Flag:
     return switch(
         name,
         OPTION,
         "up-projections of latent attention absorbed into its products",
         "the same values: queries and results are multiplied by the up-projections of keys and values, and attention "
-        "to the chosen tokens, by operators, reads the latent; an error without --enable-dsa-indexer",
-        act=_absorbed,
+        f"reads the latent, by operators to the chosen tokens; without --enable-dsa-indexer {without}",
+        act=act,
         shown_by="test_sparse_attention.py::test_operators_are_the_mask",
         skip=True,
         llm=llm,
@@ -160,8 +168,8 @@ FLAGS = [
     _operators("--use-fused-sparse-flash-attention"),
     _operators("--use-fused-lightning-indexer-loss", llm=True),
     _operators("--use-sparse-flash-attn", llm=True),
-    _absorb("--enable-mla-absorb", llm=True),
-    _absorb("--use-dsa-absorb"),
+    _absorb("--enable-mla-absorb", "to all keys, with more work, but not beside context parallelism", _absorbed, True),
+    _absorb("--use-dsa-absorb", "an error, as it is about the indexer's attention", _absorbed_for_indexer),
     _setting("--scale-fmt", None, str),
     _setting("--max-batch-size", 4, int),
     switch(

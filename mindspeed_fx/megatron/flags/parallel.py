@@ -73,11 +73,9 @@ def _fsdp2(args: Namespace) -> str:
 
 def _two_dimensions(args: Namespace) -> str:
     x, y, tp = (get(args, name, 1) for name in ("tp_x", "tp_y", "tensor_model_parallel_size"))
-    if x * y != tp or x < 2 or y < 2:
-        raise NotDone(f"--tp-x {x} times --tp-y {y} is not --tensor-model-parallel-size {tp}; give two numbers above 1")
-    for name in ("pipeline_model_parallel_size", "context_parallel_size"):
-        if (get(args, name, 1) or 1) > 1:
-            raise NotDone(f"--{name.replace('_', '-')} above 1 beside it; remove one of the two")
+    if x * y != tp or x < 1 or tp < 2:
+        raise NotDone(f"--tp-x {x} times --tp-y {y} is not --tensor-model-parallel-size {tp} above 1")
+    cp = get(args, "context_parallel_size", 1) or 1
     for name in ("num_experts", "multi_latent_attention", "mtp_num_layers", "sequence_parallel", "add_qkv_bias"):
         if get(args, name):
             raise NotDone(f"--{name.replace('_', '-')} beside it; remove one of the two")
@@ -85,9 +83,9 @@ def _two_dimensions(args: Namespace) -> str:
         raise NotDone("its linear layers have no bias; give --disable-bias-linear")
     if get(args, "normalization", "LayerNorm") != "RMSNorm" or get(args, "apply_layernorm_1p"):
         raise NotDone("its norms over divided rows are RMSNorm's; give --normalization RMSNorm")
-    if get(args, "save") and get(args, "ckpt_format") != "torch":
-        raise NotDone("its weights have a form of their own; give --ckpt-format torch")
-    for name, parts in (("seq_length", x * y), ("hidden_size", x * y), ("ffn_hidden_size", x * y)):
+    if (get(args, "save") or get(args, "load")) and get(args, "ckpt_format", "torch_dist") not in SAVED_IN_PARTS:
+        raise NotDone(f"its weights are parts of their own; give --ckpt-format {' or '.join(SAVED_IN_PARTS)}")
+    for name, parts in (("seq_length", x * y * cp), ("hidden_size", x * y), ("ffn_hidden_size", x * y)):
         if (get(args, name) or 0) % parts:
             raise NotDone(f"--{name.replace('_', '-')} {get(args, name)} does not divide over {parts} ranks")
     return f"{x} times {y} ranks"
@@ -96,9 +94,8 @@ def _two_dimensions(args: Namespace) -> str:
 def _layerzero(args: Namespace) -> str:
     if not get(args, "layerzero_config"):
         raise NotDone("its settings are those of a file; give --layerzero-config")
-    for name in ("pipeline_model_parallel_size", "expert_model_parallel_size"):
-        if (get(args, name, 1) or 1) > 1:
-            raise NotDone(f"--{name.replace('_', '-')} above 1 beside it: torch's FSDP2 in Megatron has neither")
+    if (get(args, "expert_model_parallel_size", 1) or 1) > 1:
+        raise NotDone("--expert-model-parallel-size above 1 beside it: torch's FSDP2 in Megatron divides no experts")
     if get(args, "fp16"):
         raise NotDone("--fp16 beside it: torch's FSDP2 in Megatron scales no loss; give --bf16")
     for name in ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2", "fsdp2_config_path", "reuse_fp32_param"):
@@ -110,7 +107,8 @@ def _layerzero(args: Namespace) -> str:
         settings = layerzero.read(args.layerzero_config)
     except OptionError as error:
         raise NotDone(str(error)) from None
-    tp, ranks = get(args, "tensor_model_parallel_size", 1) or 1, get(args, "world_size", 1)
+    tp, pp = (get(args, f"{name}_model_parallel_size", 1) or 1 for name in ("tensor", "pipeline"))
+    ranks = get(args, "world_size", 1) // pp
     settings = dataclasses.replace(settings, sharding_size=max(1, min(settings.sharding_size, ranks) // tp))
     args.use_torch_fsdp2, args.mindspeed_layerzero, args.ckpt_format = True, dataclasses.asdict(settings), "torch_dist"
     args.use_distributed_optimizer = args.gradient_accumulation_fusion = False
@@ -123,6 +121,7 @@ def _allow_connections(args: Namespace) -> None:
 
 
 FSDP = "remove it; Megatron's --use-distributed-optimizer and --use-megatron-fsdp divide states and weights"
+SAVED_IN_PARTS = ("torch", "torch_dist")
 ONE_DIMENSION = "remove it; --tensor-model-parallel-size with --sequence-parallel divides in one dimension"
 
 FLAGS = [
@@ -170,8 +169,8 @@ FLAGS = [
         OPTION,
         "tensor parallelism in two dimensions",
         "weights in x times y parts, tokens in x and channels in y parts between layers, norms over divided rows; the "
-        "values of tensor parallelism in one dimension; dense layers with RMSNorm and without biases, alone or beside "
-        "data parallelism",
+        "values of tensor parallelism in one dimension; dense layers with RMSNorm and without biases, beside data "
+        "and context parallelism and pipeline stages",
         act=_two_dimensions,
         shown_by="test_tp_2d.py::test_a_run_is_that_of_one_dimension",
         skip=True,
@@ -189,8 +188,9 @@ FLAGS = [
         OPTION,
         "weights gathered layer by layer",
         "torch's FSDP2 in Megatron (`--use-torch-fsdp2`) with zero3_size, transformer_layers, param_dtype, "
-        "reduce_dtype and autocast_input of `--layerzero-config`; an error for ignored_modules, offload_grads and "
-        "ckpt_load_path, with `--fp16`, pipeline and expert ranks; states of the optimizer are divided as weights are",
+        "reduce_dtype and autocast_input of `--layerzero-config`, beside pipeline stages too; an error for "
+        "ignored_modules, offload_grads and ckpt_load_path, with `--fp16` and expert ranks; states of the optimizer "
+        "are divided as weights are",
         act=_layerzero,
         start=_allow_connections,
         shown_by="test_layerzero.py::test_a_file_of_all_settings",

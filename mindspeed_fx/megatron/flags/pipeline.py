@@ -136,7 +136,6 @@ NOT_IN_V = (
     "num_virtual_stages_per_pipeline_rank",
     "num_layer_list",
     "pipeline_num_transformer_layers",
-    "variable_seq_lengths",
     "overlap_param_gather",
     "recompute_in_bubble",
     "recompute_in_advance",

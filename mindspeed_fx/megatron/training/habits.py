@@ -100,9 +100,14 @@ def _after_settling(name: str) -> Callable:
     def validate(args: Namespace, *rest: Any, **kwargs: Any) -> Any:
         _settle_and_print(args)
         has_variable_lengths = getattr(args, "variable_seq_lengths", False)
+        has_layerzero = getattr(args, "mindspeed_layerzero", None) is not None
+        if has_layerzero:  # Megatron refuses FSDP2 beside pipeline stages, of which its wrapper knows nothing
+            args.use_torch_fsdp2 = False
         validated = assertions.with_words(patches.original(name), args, *rest, **kwargs)
         if has_variable_lengths:  # Megatron has no flag for it, and sets it to False here
             args.variable_seq_lengths = True
+        if has_layerzero:
+            args.use_torch_fsdp2 = True
         return validated
 
     return validate

@@ -12,6 +12,7 @@ from mindspeed_fx.megatron.training import (
     forward_hooks,
     habits,
     initialize,
+    loaded_steps,
     optimizer_memory,
     tools,
 )
@@ -41,6 +42,7 @@ def table() -> dict[str, list[Patch]]:
         CHECKPOINTING: [
             Patch(averages.SAVE, averages.save_checkpoint, AVERAGED, EVERYWHERE),
             Patch(averages.GENERATE, averages.generate_state_dict, AVERAGED, EVERYWHERE),
+            *loaded_steps.table(),
         ],
         ARGUMENTS: [Patch(habits.ARGUMENTS, habits.validate_args, HABIT, EVERYWHERE)],
         YAML: [Patch(habits.YAML, habits.validate_yaml, HABIT, EVERYWHERE)],

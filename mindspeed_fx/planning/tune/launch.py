@@ -48,6 +48,7 @@ HOLDS: dict[str, tuple[str, ...]] = {
     "--reset-attention-mask": ("cp",),
     "--reset-position-ids": ("cp",),
     "--enable-dsa-indexer": ("cp",),
+    "--enable-mla-absorb": ("cp",),
     "--compress-ratios": ("cp", "tp"),
     "--linear-num-key-heads": ("cp", "tp"),
     "--attention-mask-type": ("cp",),

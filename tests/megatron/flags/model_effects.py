@@ -86,14 +86,18 @@ SPARSE = {
     **{
         name: [
             (f"{DSA} {name}", dict(says="one key and one value, the latent")),
-            (f"{name} {SPARSE_MODEL}", dict(error="more work in this form")),
+            (f"{name} {SPARSE_MODEL}", alone),
+            (name, dict(error="give")),
             (f"{DSA} {name} --recompute-mla-up-proj", dict(says="one key and one value, the latent")),
             (
                 f"{DSA} {name} --recompute-granularity selective --recompute-modules mla_up_proj",
                 dict(error="remove --recompute-modules mla_up_proj"),
             ),
         ]
-        for name in ("--enable-mla-absorb", "--use-dsa-absorb")
+        for name, alone in (
+            ("--enable-mla-absorb", dict(absorb_up_projections=True, says="more work in this form")),
+            ("--use-dsa-absorb", dict(error="--enable-mla-absorb absorbs without one")),
+        )
     },
     NORMS: [
         (f"{NORMS} --bf16", dict(says="weights of norms are float32")),

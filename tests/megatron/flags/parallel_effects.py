@@ -41,8 +41,12 @@ PARALLEL = {
     "--disable-gloo-group": [
         ("--disable-gloo-group", dict(enable_gloo_process_groups=False)),
         (
-            "--disable-gloo-group --use-distributed-optimizer --ckpt-format torch",
-            dict(error="give --ckpt-format torch_dist"),
+            "--disable-gloo-group --use-distributed-optimizer --ckpt-format torch --hccl-slice-size 4096",
+            dict(enable_gloo_process_groups=False, says="gathered 4096 numbers of a rank at a time"),
+        ),
+        (
+            "--disable-gloo-group --use-distributed-optimizer --ckpt-format torch --hccl-slice-size 0",
+            dict(error="a number of weights from 1 is expected"),
         ),
     ],
     "--hccl-group-buffer": [
@@ -83,17 +87,20 @@ PARALLEL = {
         (f"{V_SHAPE} --num-layers-per-virtual-pipeline-stage 1", dict(error="virtual-pipeline-stage beside it")),
         (f"{V_SHAPE} --overlap-grad-reduce", dict(says="rank r has stages r and")),
         (f"{V_SHAPE} --overlap-grad-reduce --dualpipev-dw-detach", dict(error="--dualpipev-dw-detach beside it")),
-        (f"{V_SHAPE} --overlap-param-gather", dict(error="--overlap-param-gather beside it")),
+        (f"{V_SHAPE} --overlap-param-gather", dict(error="--overlap-param-gather")),
+        (f"{V_SHAPE} --variable-seq-lengths", dict(says="rank r has stages r and 3 - r")),
         (f"{V_SHAPE} --dualpipev-dw-detach --reuse-fp32-param --bf16", dict(error="--reuse-fp32-param beside")),
     ],
     "--tp-2d": [
         (TWO_DIMENSIONS, dict(says="2 times 2 ranks")),
         ("--tp-2d --tp-x 2 --tp-y 2", dict(error="is not --tensor-model-parallel-size 1")),
-        (f"{TWO_DIMENSIONS} --tp-x 4 --tp-y 1", dict(error="give two numbers above 1")),
+        (f"{TWO_DIMENSIONS} --tp-x 4 --tp-y 1", dict(says="4 times 1 ranks")),
         (f"{TWO_DIMENSIONS} --num-experts 4", dict(error="--num-experts beside it")),
         (TWO_DIMENSIONS.replace("RMSNorm", "LayerNorm"), dict(error="give --normalization RMSNorm")),
-        (f"{TWO_DIMENSIONS} --pipeline-model-parallel-size 2", dict(error="--pipeline-model-parallel-size above 1")),
-        (f"{TWO_DIMENSIONS} --save some --ckpt-format torch_dist", dict(error="give --ckpt-format torch")),
+        (f"{TWO_DIMENSIONS} --pipeline-model-parallel-size 2", dict(says="2 times 2 ranks")),
+        (f"{TWO_DIMENSIONS} --save some --ckpt-format torch_dist", dict(says="2 times 2 ranks")),
+        (f"{TWO_DIMENSIONS} --save some --ckpt-format zarr", dict(error="give --ckpt-format torch or torch_dist")),
+        (f"{TWO_DIMENSIONS} --context-parallel-size 2", dict(says="2 times 2 ranks")),
         (f"{TWO_DIMENSIONS} --seq-length 6", dict(error="--seq-length 6 does not divide over 4")),
     ],
     "--layerzero": [

@@ -17,6 +17,8 @@ VALUES = {
     "--moe-zero-memory-num-layers": "1",
     "--expert-model-parallel-size": "2",
     "--num-experts": "4",
+    "--num-layers-per-virtual-pipeline-stage": "1",
+    "--context-parallel-size": "2",
     "--load": "somewhere",
     "--save": "somewhere",
     "--recompute-granularity": "full",

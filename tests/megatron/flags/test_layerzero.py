@@ -62,7 +62,7 @@ def test_what_is_wrong_is_named(tmp_path, text, word):
     "more, word",
     [
         ("--fp16", "give --bf16"),
-        ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size above 1"),
+        ("--expert-model-parallel-size 2", "--expert-model-parallel-size above 1"),
         ("--reuse-fp32-param --bf16", "--reuse-fp32-param beside it"),
     ],
 )
@@ -84,3 +84,23 @@ def test_a_run_is_the_replicated_run(tmp_path, size, world):
         for k, losses in replicated.losses.items():
             assert divided.losses[k] == pytest.approx(losses, rel=1e-5)
             assert divided.grad_norms[k] == pytest.approx(replicated.grad_norms[k], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", ["", "--num-layers 4 --num-virtual-stages-per-pipeline-rank 2"])
+def test_stages_of_a_pipeline(tmp_path, stages):
+    """Two stages whose weights two ranks share, in both of Megatron's schedules; a checkpoint goes on bitwise."""
+    text = f"zero3_size: 2\ntransformer_layers: [{LAYER}]\nparam_dtype: fp32\nreduce_dtype: fp32"
+    words = f"--pipeline-model-parallel-size 2 {stages} --lr-decay-iters 4 --train-iters 4"
+    flags = f"{words} --layerzero --layerzero-config {write(tmp_path, text)}"
+    replicated, chunks = train(words, 4, EAGER), 2 if stages else 1
+    for environ, count in ((EAGER, 0), (COMPILED, chunks)):
+        folder = tmp_path / str(count)
+        divided = train(f"{flags} --save {folder} --save-interval 2", 4, environ)
+        assert divided.graphs == [count] * 4
+        for k, losses in replicated.losses.items():
+            assert divided.losses[k] == pytest.approx(losses, rel=1e-5)
+            assert divided.grad_norms[k] == pytest.approx(replicated.grad_norms[k], rel=1e-5)
+        (folder / "latest_checkpointed_iteration.txt").write_text("2")
+        rest = train(f"{flags} --load {folder}", 4, environ)
+        assert rest.losses == {k: divided.losses[k] for k in (3, 4)}

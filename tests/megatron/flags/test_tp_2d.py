@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -104,6 +105,58 @@ def test_a_run_is_that_of_one_dimension(flags):
     for environ, graphs in ((EAGER, 0), (COMPILED, 1)):
         two = train(f"{words} --tp-2d --tp-x 2 --tp-y 2", 4, environ)
         assert two.graphs == [graphs] * 4
-        for k, losses in one.losses.items():
-            assert two.losses[k] == pytest.approx(losses, rel=1e-6)
-            assert two.grad_norms[k] == pytest.approx(one.grad_norms[k], rel=1e-5)
+        check_near(two, one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", ["", "--num-layers 4 --num-virtual-stages-per-pipeline-rank 2"])
+@pytest.mark.parametrize("grid", ["--tp-x 2 --tp-y 1", "--tp-x 1 --tp-y 2"])
+def test_stages_of_a_pipeline(grid, stages):
+    """Messages of divided hidden states, in both of Megatron's schedules, also of an evaluation."""
+    words = f"--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 {stages} --eval-iters 1 --eval-interval 3"
+    one = train(words, 4, EAGER)
+    graphs_of_a_rank = 2 * (2 if stages else 1)  # of each chunk one that trains and one that evaluates
+    for environ, graphs in ((EAGER, 0), (COMPILED, graphs_of_a_rank)):
+        two = train(f"{words} --tp-2d {grid}", 4, environ)
+        assert two.graphs == [graphs] * 4
+        check_near(two, one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["ulysses_cp_algo", "megatron_cp_algo"])
+def test_a_divided_sequence(algorithm):
+    """Beside context parallelism: tokens of a rank are divided once more between layers."""
+    words = f"--tensor-model-parallel-size 2 --context-parallel-size 2 --context-parallel-algo {algorithm}"
+    one = train(words, 4, EAGER)
+    for environ, graphs in ((EAGER, 0), (COMPILED, 1)):
+        two = train(f"{words} --tp-2d --tp-x 1 --tp-y 2", 4, environ)
+        assert two.graphs == [graphs] * 4
+        check_near(two, one)
+
+
+def check_near(two, one):
+    assert set(two.losses) == set(one.losses) and one.losses
+    for k, losses in one.losses.items():
+        assert two.losses[k] == pytest.approx(losses, rel=1e-6)
+        assert two.grad_norms[k] == pytest.approx(one.grad_norms[k], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["", "--use-distributed-optimizer"])
+def test_a_checkpoint_of_both_forms(tmp_path, optimizer):
+    """``torch_dist``: goes on bitwise; tensor parallelism of one dimension, of another size, reads it, and back."""
+    flags = f"""--bf16 {optimizer} --ckpt-format torch_dist --lr-decay-iters 4 --train-iters 4 --global-batch-size 4
+        --dist-ckpt-optim-fully-reshardable"""
+    grid = "--tensor-model-parallel-size 4 --tp-2d --tp-x 2 --tp-y 2"
+    whole = train(f"{flags} {grid} --save {tmp_path} --save-interval 2", 4, EAGER)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    shutil.rmtree(tmp_path / "iter_0000004")
+    rest = train(f"{flags} {grid} --load {tmp_path}", 4, EAGER)
+    assert rest.losses == {k: whole.losses[k] for k in (3, 4)}
+    assert rest.grad_norms == {k: whole.grad_norms[k] for k in (3, 4)}
+    line = f"{flags} --tensor-model-parallel-size 2 --load {tmp_path}"
+    one = train(f"{line} --save {tmp_path / 'one'} --save-interval 3 --exit-interval 3", 2, EAGER)
+    assert one.losses[3] == pytest.approx(whole.losses[3], rel=1e-3)
+    assert one.grad_norms[3] == pytest.approx(whole.grad_norms[3], rel=1e-2)
+    back = train(f"{flags} {grid} --load {tmp_path / 'one'}", 4, EAGER)
+    assert back.losses[4] == pytest.approx(whole.losses[4], rel=1e-3)

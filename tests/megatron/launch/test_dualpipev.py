@@ -66,11 +66,32 @@ def seed_by_name(rank: int) -> None:
     Buckets.start_grad_sync = told("reduce", Buckets.start_grad_sync)
 
 
-def train(flags: str, world: int, environ: dict[str, str], tied: bool = False) -> runner.Run:
+def train(flags: str, world: int, environ: dict[str, str], tied: bool = False, setup: str = SEEDED) -> runner.Run:
     words = [w for w in SMALL if not (tied and w == "--untie-embeddings-and-output-weights")]
-    result = runner.run([*words, *flags.split()], world, environ=environ, setup=SEEDED)
+    result = runner.run([*words, *flags.split()], world, environ=environ, setup=setup)
     assert result.error is None, result.error
     return result
+
+
+def seed_and_cut(rank: int) -> None:
+    """As :func:`seed_by_name`; a micro-batch whose twelfth token is odd has 24 tokens a sample, others 32."""
+    from megatron.training import utils
+
+    seed_by_name(rank)
+    get_batch = utils.get_batch_on_this_tp_rank
+
+    def cut(*args, **kwargs):
+        batch = get_batch(*args, **kwargs)
+        tokens, labels = batch.get("tokens"), batch.get("labels")
+        one = labels[0, 10] if tokens is None else tokens[0, 11]  # the same one on every stage
+        length = 24 if int(one) % 2 else 32
+        print(f"length: {length}", flush=True)
+        ends = {"attention_mask": (..., slice(length), slice(length))}
+        whole = {name: value for name, value in batch.items() if value is None or value.dim() < 2}
+        rows = slice(None), slice(length)
+        return whole | {n: v[ends.get(n, rows)].contiguous() for n, v in batch.items() if n not in whole}
+
+    utils.get_batch_on_this_tp_rank = cut
 
 
 def events(output: str) -> list[str]:
@@ -84,10 +105,12 @@ def check_equal(one, other, tolerance=1e-6):
         assert other.grad_norms[i] == pytest.approx(one.grad_norms[i], rel=tolerance)
 
 
-def check_order(run, late: bool):
+def check_order(run, late: bool, turns: bool = False):
+    """The schedule's order; of a forward and a backward that take turns the backward begins."""
     for rank, output in enumerate(run.output):
         pipeline = rank // (len(run.output) // 2)
-        order = [call[0] for calls in pipelining.orders_of("DualPipeV", 2, 4, 4)[pipeline] for call in calls]
+        pairs = pipelining.orders_of("DualPipeV", 2, 4, 4)[pipeline]
+        order = [call[0] for calls in pairs for call in (reversed(calls) if turns else calls)]
         kinds = "".join(order).replace("I", "B") if late else "".join(k for k in order if k != "W").replace("I", "B")
         found = "".join(e for e in events(output) if e not in ("turn", "reduce"))
         assert found[: 3 * len(kinds)] == kinds * 3 and set(found[3 * len(kinds) :]) <= {"F"}  # evaluation
@@ -104,6 +127,21 @@ def test_losses_of_the_interleaved_schedule():
     ]
     assert len(told[0]) == len(told[1]) == 1
     assert float(told[0][0]) == pytest.approx(float(told[1][0]), rel=2e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["", "--dualpipev-dw-detach"])
+def test_micro_batches_of_other_lengths(words):
+    """``--variable-seq-lengths``: each message's shape goes before it."""
+    flags = f"{PIPELINE} --variable-seq-lengths --no-gradient-accumulation-fusion"
+    cut = f"{SEEDED.partition(':')[0]}:seed_and_cut"
+    plain = train(flags, 2, EAGER, setup=cut)  # one stage a rank
+    if not words:
+        whole = train(flags.replace(PIPELINE, "--num-layers 4 --global-batch-size 8"), 1, EAGER, setup=cut)
+        check_equal(whole, plain)
+    ours = train(f"{flags} {V} {words}", 2, COMPILED if words else EAGER, setup=cut)
+    assert {line for line in ours.output[0].splitlines() if line.startswith("length")} == {"length: 24", "length: 32"}
+    check_equal(plain, ours, 2e-7)
 
 
 @pytest.mark.slow
@@ -150,7 +188,7 @@ def test_experts_of_two_micro_batches_by_turns(words):
     plain = train(f"{flags} {INTERLEAVED}", 4, EAGER)
     ours = train(f"{flags} {V} --moe-fb-overlap {words}", 4, COMPILED)
     check_equal(plain, ours)
-    check_order(ours, late=bool(words))
+    check_order(ours, late=bool(words), turns=True)
     assert all(events(output).count("turn") > 3 * 4 for output in ours.output)
     apart = train(f"{flags} {V} {words}", 4, COMPILED)
     assert apart.losses == ours.losses and apart.grad_norms == ours.grad_norms
