@@ -198,6 +198,13 @@ def around_compiled_calls(module: torch.nn.Module, function: Callable[[Callable[
     module._compiled_call_impl = called
 
 
+def start_over(why: str) -> BaseException:
+    """What a backend raises so that Dynamo reads the frame again."""
+    from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+
+    return TensorifyScalarRestartAnalysis(restart_reason=why)
+
+
 def starts_over(error: BaseException) -> bool:
     """Whether ``error`` is no error: Dynamo reads the frame again, with other symbols."""
     from torch._dynamo.exc import RestartAnalysis
