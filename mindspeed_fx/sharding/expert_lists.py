@@ -44,7 +44,7 @@ def keep_in_one_graph(model: nn.Module, sharding: Any) -> None:
     """Give every module of ``model`` with a loop over a list of experts a class whose loop stays in one graph, for as
     long as ``sharding.reads_loops`` holds."""
     for module in list(model.modules()):
-        lists = tuple(sorted(name for name, child in module.named_children() if is_list_of_experts(child)))
+        lists = tuple(name for name, child in module.named_children() if is_list_of_experts(child))
         if lists and "_loops" not in module.__dict__ and (kind := _with_loops(type(module), lists)) is not None:
             module.__dict__["_loops"] = sharding
             module.__class__ = kind
@@ -87,6 +87,19 @@ def is_list_of_experts(module: nn.Module) -> bool:
         return False
     kinds = {(type(m), tuple((n, p.shape) for n, p in m.named_parameters())) for m in module}
     return len(kinds) == 1 and next(iter(kinds))[1] != ()
+
+
+def listed_parameters(model: nn.Module) -> dict[str, torch.Size]:
+    """Parameters of experts that a loop goes over, one name for those of all experts of a list ("mlp.experts.*.w1"),
+    and the shape of each."""
+    results = {}
+    for path, module in model.named_modules():
+        lists = [(name, child) for name, child in module.named_children() if is_list_of_experts(child)]
+        if not lists or ("_loops" not in module.__dict__ and not _with_loops(type(module), tuple(n for n, _ in lists))):
+            continue
+        for name, child in lists:
+            results.update({f"{path}.{name}.*.{n}".lstrip("."): p.shape for n, p in child[0].named_parameters()})
+    return results
 
 
 @functools.cache

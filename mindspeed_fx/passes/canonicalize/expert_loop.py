@@ -292,7 +292,7 @@ class _Loop:
         if biases[0] is None:
             return out
         stacked = self._stack(biases)
-        column = self.call(aten.slice.Tensor, self.rows, 1, 0, 1)
+        column = self.call(aten.slice.Tensor, out, 1, 0, 1)
         ones = self.call(aten.full_like.default, column, 1)
         if match.value(ones).dtype != match.value(stacked).dtype:
             ones = self.call(aten.to.dtype, ones, match.value(stacked).dtype)
