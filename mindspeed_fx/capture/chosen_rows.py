@@ -1,10 +1,10 @@
 """Rows that a mask chooses, as one call that Dynamo keeps in its graph.
 
-``torch.where(mask)``, ``nonzero`` and ``x[mask]`` have results whose size is data, at which Dynamo ends a graph. Within
-:class:`ChosenRows` they are calls of ``mindspeed::chosen_rows``, which is ``nonzero`` with a size that is a symbol. The
-captured graph has ``chosen_rows.bounded`` in its place, whose size is a number that no value has otherwise, so that
-every reader may compare sizes; it cannot be run, and the pass ``canonicalize.expert_loop`` makes products of fixed
-sizes of what reads it.
+``torch.where(mask)``, ``nonzero`` and ``x[mask]`` have results whose size is data, at which Dynamo ends a graph. Here
+they are calls of ``mindspeed::chosen_rows``, which is ``nonzero`` with a size that is a symbol. The captured graph has
+``chosen_rows.bounded`` in its place, whose size is a number that no value has otherwise, so that every reader may
+compare sizes; it cannot be run, and the pass ``canonicalize.expert_loop`` makes products of fixed sizes of what reads
+it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from mindspeed_fx.compat import fx_graph, symbols
 from mindspeed_fx.kernels.base import LIBRARY
@@ -50,27 +49,19 @@ torch.library.register_fake("mindspeed::chosen_rows.bounded", _bounded_fake, lib
 CHOSEN, BOUNDED = torch.ops.mindspeed.chosen_rows.default, torch.ops.mindspeed.chosen_rows.bounded
 
 
-class ChosenRows(TorchFunctionMode):
-    """While a graph is traced: rows chosen by a mask are ``mindspeed::chosen_rows``."""
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.where and len(args) == 1 and not kwargs:
-            return CHOSEN(args[0]).unbind(1)
-        if func is torch.argwhere:
-            return CHOSEN(args[0])
-        if func is torch.nonzero or func is torch.Tensor.nonzero:
-            return CHOSEN(args[0]).unbind(1) if kwargs.get("as_tuple") else CHOSEN(args[0])
-        if func is torch.Tensor.__getitem__ and _is_mask(args[1]):
-            return args[0][CHOSEN(args[1]).unbind(1)]
-        if func is torch.Tensor.__setitem__ and _is_mask(args[1]):
-            args[0][CHOSEN(args[1]).unbind(1)] = args[2]
-            return None
-        return func(*args, **kwargs)
+def places(mask: Tensor) -> tuple[Tensor, ...]:
+    """``torch.where(mask)``."""
+    return CHOSEN(mask).unbind(1)
 
 
-def _is_mask(index: Any) -> bool:
-    return isinstance(index, torch.Tensor) and index.dtype == torch.bool
+def nonzero(x: Tensor, as_tuple: bool = False) -> Any:
+    """``torch.nonzero``."""
+    return places(x) if as_tuple else CHOSEN(x)
+
+
+def index(i: Any) -> Any:
+    """``i`` as an index, rows that it chooses if it is a mask."""
+    return places(i) if isinstance(i, Tensor) and i.dtype == torch.bool else i
 
 
 def choose_bounded(mask: Tensor) -> Tensor:

@@ -199,10 +199,14 @@ def around_compiled_calls(module: torch.nn.Module, function: Callable[[Callable[
 
 
 def start_over(why: str) -> BaseException:
-    """What a backend raises so that Dynamo reads the frame again."""
-    from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+    """What a backend raises so that Dynamo reads the frame again, and may read it otherwise: Dynamo (2.13) lets the
+    first of these through from a backend, and forgets its notes of the frame for the second."""
+    from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
 
-    return TensorifyScalarRestartAnalysis(restart_reason=why)
+    class Again(TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis):
+        pass
+
+    return Again(restart_reason=why)
 
 
 def starts_over(error: BaseException) -> bool:

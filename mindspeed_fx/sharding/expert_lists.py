@@ -2,8 +2,8 @@
 
 For each expert such a loop takes the tokens that chose it (``torch.where``, ``nonzero``, a boolean index), runs the
 expert on them and adds the results up, and often leaves out an expert that nobody chose (``if rows.numel() > 0``,
-``if not mask.any(): continue``). Dynamo ends its graph at each of these. While a graph is traced, the method runs within
-:class:`mindspeed_fx.capture.chosen_rows.ChosenRows`, in a copy whose conditions of that kind hold: an expert of no rows
+``if not mask.any(): continue``). Dynamo ends its graph at each of these. While a graph is traced, a copy of the method
+runs, in whose loops rows are chosen by :mod:`mindspeed_fx.capture.chosen_rows` and such conditions hold: an expert of no rows
 adds nothing. ``canonicalize.expert_loop`` makes products of all experts of it, or says why not; then the method is read
 as it was written, and Dynamo ends its graphs as on one device.
 """
@@ -23,7 +23,8 @@ from typing import Any, Callable, Iterator
 import torch
 from torch import nn
 
-from mindspeed_fx.capture.chosen_rows import ChosenRows, ChosenRowsError
+from mindspeed_fx.capture import chosen_rows
+from mindspeed_fx.capture.chosen_rows import ChosenRowsError
 from mindspeed_fx.compat import dynamo
 from mindspeed_fx.sharding.plan import ShardingError
 
@@ -118,8 +119,7 @@ def _either(own: Callable, copy: Callable) -> Callable:
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() or not self._loops.reads_loops:
             return own(self, *args, **kwargs)
-        with ChosenRows():
-            return copy(self, *args, **kwargs)
+        return copy(self, *args, **kwargs)
 
     return method
 
@@ -138,14 +138,15 @@ def _copy_of(method: types.FunctionType, lists: tuple[str, ...]) -> Callable | N
         return None
     for loop in loops:
         _Conditions(loop).visit(loop)
+        _Rows().visit(loop)
     ast.increment_lineno(tree, first - 1)
-    names = method.__code__.co_freevars
+    names = (*method.__code__.co_freevars, *ROWS)
     outer = ast.parse(f"def outer({', '.join(names)}):\n  return None").body[0]
     outer.body = [tree.body[0], *outer.body]  # type: ignore[attr-defined]
     module = ast.fix_missing_locations(ast.Module([outer], []))
     code = compile(module, method.__code__.co_filename, "exec")
     body = _code(_code(code, "outer"), method.__name__)
-    cells = dict(zip(names, method.__closure__ or ()))
+    cells = dict(zip(names, method.__closure__ or ())) | {n: types.CellType(f) for n, f in ROWS.items()}
     closure = tuple(cells[name] for name in body.co_freevars)
     copy = types.FunctionType(body, method.__globals__, method.__name__, method.__defaults__, closure)
     copy.__kwdefaults__ = method.__kwdefaults__
@@ -182,6 +183,36 @@ def _takes_rows(loop: ast.For) -> bool:
 
 def _called(n: ast.Call) -> str:
     return n.func.attr if isinstance(n.func, ast.Attribute) else n.func.id if isinstance(n.func, ast.Name) else ""
+
+
+ROWS = {f"_mindspeed_{f.__name__}": f for f in (chosen_rows.places, chosen_rows.nonzero, chosen_rows.index)}
+"""What the copies call, by the names that they have there."""
+
+
+class _Rows(ast.NodeTransformer):
+    """``torch.where(mask)``, ``nonzero`` and an index that may be a mask become calls of :data:`ROWS`."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        name, keywords = _called(node), {k.arg for k in node.keywords}
+        of_torch = isinstance(node.func, ast.Attribute) and _is_torch(node.func.value)
+        inputs = node.args if of_torch else [node.func.value] if isinstance(node.func, ast.Attribute) else []
+        if name == "where" and of_torch and len(inputs) == 1 and not keywords:
+            return _call(node, "places", inputs, [])
+        if name in ("nonzero", "argwhere") and len(inputs) == 1 and keywords <= {"as_tuple"}:
+            return _call(node, "nonzero", inputs, node.keywords)
+        return node
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        self.generic_visit(node)
+        if not isinstance(node.slice, (ast.Tuple, ast.Slice, ast.Constant)):
+            node.slice = _call(node.slice, "index", [node.slice], [])
+        return node
+
+
+def _call(at: ast.AST, name: str, args: list[ast.expr], keywords: list[ast.keyword]) -> ast.Call:
+    call = ast.Call(ast.Name(f"_mindspeed_{name}", ast.Load()), args, keywords)
+    return ast.fix_missing_locations(ast.copy_location(call, at))
 
 
 class _Conditions(ast.NodeTransformer):

@@ -153,3 +153,49 @@ class Layer(nn.Module):
     def forward(self, x):
         h = self.norm(x)
         return x + self.mlp(h) + self.shared(h)
+
+
+class Normed(Loop):
+    """Experts that begin with a norm, which no product of all experts computes."""
+
+    @staticmethod
+    def expert():
+        return nn.Sequential(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN))
+
+    mix = Guarded.mix
+
+
+class Counted(Loop):
+    """Computes with the number of an expert's tokens."""
+
+    def mix(self, x, weights, choices):
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            tokens, places = torch.where(choices == i)
+            if tokens.numel() == 0:
+                continue
+            share = weights[tokens, places, None] / tokens.numel()
+            out.index_add_(0, tokens, expert(x[tokens]) * share)
+        return out
+
+
+UNREAD = (Normed, Counted)
+
+
+class Twice(Masked):
+    """Choices of a token that may be one expert."""
+
+    def forward(self, x):
+        flat = x.view(-1, x.shape[-1])
+        scores = self.gate(flat)
+        best = scores.argmax(-1, keepdim=True), scores.view(-1, 2, 2).sum(1).argmax(-1, keepdim=True)
+        choices = torch.cat(best, -1)
+        return self.mix(flat, torch.ones_like(scores[:, :2]), choices).view(x.shape)
+
+
+class Different(Guarded):
+    """Experts that do not compute alike."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts[2].forward = lambda x, own=self.experts[2]: own.down_proj(F.gelu(own.gate_proj(x)) * own.up_proj(x))

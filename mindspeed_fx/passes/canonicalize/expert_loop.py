@@ -21,7 +21,6 @@ import torch.fx as fx
 
 from mindspeed_fx.capture.chosen_rows import BOUNDED, ChosenRowsError
 from mindspeed_fx.graph import match, rewrite
-from mindspeed_fx.graph.annotate import bodies
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.kernels.base import TAGGED
 from mindspeed_fx.passes.base import Context, Miss, PassReport, register, site
@@ -47,19 +46,17 @@ ALONG_LAST = (aten.chunk.default, aten.split.Tensor, aten.slice.Tensor, aten.nar
 def expert_loop(gm: fx.GraphModule, context: Context) -> PassReport:
     """Loops over a list of experts become products of all of them."""
     report = PassReport(NAME)
-    for graph in (gm, *bodies(gm)):
-        if not any(n.target is BOUNDED for n in graph.graph.nodes):
-            continue
-        try:
-            for chain in read.chains(graph):
-                report.rewrites.append(_rewrite(graph, chain))
-        except Miss as miss:
-            raise ChosenRowsError(str(miss)) from None
-        _drop_assertions(graph)
-        rewrite.finish(graph)
-        if left := next((n for n in graph.graph.nodes if n.target is BOUNDED), None):
-            user = next(iter(left.users), left)
-            raise ChosenRowsError(f"rows that a mask chooses are read by something else than experts ({user.name})")
+    if not any(n.target is BOUNDED for n in gm.graph.nodes):
+        return report
+    try:
+        report.rewrites += [_rewrite(gm, chain) for chain in read.chains(gm)]
+    except Miss as miss:
+        raise ChosenRowsError(str(miss)) from None
+    _drop_assertions(gm)
+    rewrite.finish(gm)
+    if left := next((n for n in gm.graph.nodes if n.target is BOUNDED), None):
+        user = next(iter(left.users), left)
+        raise ChosenRowsError(f"rows that a mask chooses are read by something else than experts ({user.name})")
     return report
 
 

@@ -61,6 +61,8 @@ def dispatch_tokens(gm: fx.GraphModule, context: Context) -> PassReport:
         graph.recompile()
     if not report.rewrites and sharding.plan.is_of_stage and not _has_experts(gm, sharding):
         return report.note_reason("no parameter of this graph, a stage of a pipeline, is one of experts")
+    if not report.rewrites and not sharding.sharding.reads_loops:
+        return report.note_reason("the model's loops over experts are run as they are written, whole on every rank")
     if not report.rewrites:
         raise ShardingError(
             f'plan "{sharding.plan.name}" sends tokens to experts, and no mixture was found in this graph: rows sorted '
