@@ -3,9 +3,9 @@
 For each expert such a loop takes the tokens that chose it (``torch.where``, ``nonzero``, a boolean index), runs the
 expert on them and adds the results up, and often leaves out an expert that nobody chose (``if rows.numel() > 0``,
 ``if not mask.any(): continue``). Dynamo ends its graph at each of these. While a graph is traced, a copy of the method
-runs, in whose loops rows are chosen by :mod:`mindspeed_fx.capture.chosen_rows` and such conditions hold: an expert of no rows
-adds nothing. ``canonicalize.expert_loop`` makes products of all experts of it, or says why not; then the method is read
-as it was written, and Dynamo ends its graphs as on one device.
+runs, in whose loops rows are chosen by :mod:`mindspeed_fx.capture.chosen_rows` and such conditions hold: an expert of
+no rows adds nothing. ``canonicalize.expert_loop`` makes products of all experts of it, or says why not; then the method
+is read as it was written, and Dynamo ends its graphs as on one device.
 """
 
 from __future__ import annotations
@@ -111,7 +111,9 @@ def _with_loops(cls: type, lists: tuple[str, ...]) -> type | None:
         own = inspect.getattr_static(cls, name)
         if isinstance(own, types.FunctionType) and (copy := _copy_of(own, lists)) is not None:
             methods[name] = _either(own, copy)
-    return type(cls.__name__, (cls,), {"__module__": cls.__module__, "__doc__": cls.__doc__, **methods}) if methods else None
+    if not methods:
+        return None
+    return type(cls.__name__, (cls,), {"__module__": cls.__module__, "__doc__": cls.__doc__, **methods})
 
 
 def _either(own: Callable, copy: Callable) -> Callable:
@@ -216,7 +218,8 @@ def _call(at: ast.AST, name: str, args: list[ast.expr], keywords: list[ast.keywo
 
 
 class _Conditions(ast.NodeTransformer):
-    """What asks whether an expert has rows is true: of ``if rows:`` the body runs, ``if not rows: continue`` does not."""
+    """What asks whether an expert has rows is true: the body of ``if rows:`` runs, ``if not rows: continue`` does not
+    leave."""
 
     def __init__(self, loop: ast.For):
         self.assigned = {

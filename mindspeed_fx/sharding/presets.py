@@ -17,6 +17,7 @@ from torch import nn
 
 from mindspeed_fx import arguments
 from mindspeed_fx.errors import nearest
+from mindspeed_fx.sharding.expert_lists import listed_parameters
 from mindspeed_fx.sharding.layer_roles import (
     column_and_row_layers,
     divided_word,
@@ -26,7 +27,6 @@ from mindspeed_fx.sharding.layer_roles import (
     result_dim,
     vocabulary_layers,
 )
-from mindspeed_fx.sharding.expert_lists import listed_parameters
 from mindspeed_fx.sharding.plan import Boundary, Plan, ShardingError, parse_placement, placement_of
 from mindspeed_fx.sharding.roles import Roles, read_roles
 
@@ -66,7 +66,8 @@ def named_plan(
         arguments.check_call("named_plan", () if args is None else args, kwargs, model)
     plan: Plan | None = None
     by_roles = {"tp": tp, "tp_sp": tp_sp, "tp_2d": tp_2d}
-    experts = {"ep", "ep_alltoall"} & set(name.split("+")) and not (expert_parameters(model) or listed_parameters(model))
+    unknown = not expert_parameters(model) and not listed_parameters(model)
+    experts = unknown and {"ep", "ep_alltoall"} & set(name.split("+"))
     reads = (experts or set(by_roles) & set(name.split("+"))) and not (args is None and kwargs is None)
     roles = read_roles(model, args or (), kwargs) if reads else None
     for part in reversed(name.split("+")):
@@ -310,7 +311,8 @@ def _listed_edges(dims: Sequence[str], uses_all_to_all: bool) -> dict[str, Bound
     if whole:
         edges["mindspeed.moe_permute"] = Boundary(arguments={"tokens": whole, "indices": whole})
     if not uses_all_to_all:
-        edges["mindspeed.moe_unpermute"] = Boundary({}, {dims[0]: "S(0)", **dict.fromkeys(dims[1:], "R")}, {"probs": whole})
+        result = {dims[0]: "S(0)", **dict.fromkeys(dims[1:], "R")}
+        edges["mindspeed.moe_unpermute"] = Boundary({}, result, {"probs": whole})
     return edges
 
 

@@ -198,4 +198,6 @@ class Different(Guarded):
 
     def __init__(self):
         super().__init__()
-        self.experts[2].forward = lambda x, own=self.experts[2]: own.down_proj(F.gelu(own.gate_proj(x)) * own.up_proj(x))
+        self.experts[2].forward = lambda x, own=self.experts[2]: own.down_proj(
+            F.gelu(own.gate_proj(x)) * own.up_proj(x)
+        )

@@ -98,6 +98,7 @@ def on_gloo(tmp_path, spellings, mesh, plan, codegen="eager", fullgraph=True):
     ranks.spawn(listed_ranks.worker, (str(tmp_path / "s"), names, mesh, plan, codegen, fullgraph), nprocs=count)
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path):
     on_gloo(tmp_path, [Where], {"ep": 2}, "ep_alltoall")
 

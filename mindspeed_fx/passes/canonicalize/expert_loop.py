@@ -148,15 +148,15 @@ class _Loop:
     def _weights(self, shares: Sequence[Any]) -> fx.Node | None:
         """The weight of each pair, as the choices lie, where each expert takes those of its own pairs."""
         taken = [self._uncolumn(s) for s in shares]
-        found = [read.taken(t) if isinstance(t, fx.Node) else None for t in taken]
-        if None in found or any(c.mask != a.mask for f, a in zip(found, self.chain) for c in f[1]):
+        reads = [read.taken(t) if isinstance(t, fx.Node) else None for t in taken]
+        if None in reads or any(c.mask != a.mask for r, a in zip(reads, self.chain) for c in r[1]):
             return None
-        sources, shape = [f[0] for f in found], match.value(self.choices).shape
+        sources, shape = [r[0] for r in reads], match.value(self.choices).shape
         x = sources[0]
         if all(s is x or _alike(s, x) for s in sources):
             size = [s for i, s in enumerate(match.value(x).shape) if i < len(shape) or s != 1]
-            dims = [c.dim for c in found[0][1]]
-            whole = dims == list(range(len(shape))) and all(c.divisor == 1 for c in found[0][1])
+            dims = [c.dim for c in reads[0][1]]
+            whole = dims == list(range(len(shape))) and all(c.divisor == 1 for c in reads[0][1])
             return x if whole and tuple(size) == tuple(shape) else None
         if (summed := self._summed(sources)) is not None:
             return summed
@@ -165,7 +165,7 @@ class _Loop:
             return None
         table, rank = columns[0][0], match.value(columns[0][0]).dim()
         last = all(c[0] is table and c[1] % rank == rank - 1 for c in columns)
-        tokens = read.tokens_of(x, found[0][1])
+        tokens = read.tokens_of(x, reads[0][1])
         if not last or tokens is None or tuple(match.value(table).shape[:-1]) != tuple(shape[: rank - 1]):
             return None
         return self.call(aten.gather.default, table, rank - 1, self.choices) if len(shape) == rank else None
@@ -260,12 +260,13 @@ class _Loop:
 
     def _tokens(self, nodes: list[fx.Node], gathered: list[Any]) -> fx.Node:
         source, coordinates = gathered[0]
-        for found, added in zip(gathered, self.chain):
-            alike = found is not None and found[0] is source and all(c.mask == added.mask for c in found[1])
-            if not alike or [c.dim for c in found[1]] != [c.dim for c in coordinates]:
+        for taken, added in zip(gathered, self.chain):
+            alike = taken is not None and taken[0] is source and all(c.mask == added.mask for c in taken[1])
+            if not alike or [c.dim for c in taken[1]] != [c.dim for c in coordinates]:
                 raise Miss("the experts do not take rows of one value")
         k = read.tokens_of(source, coordinates)
-        if k is None or (self.source is not None and self.source is not source) or len(match.value(nodes[0]).shape) != 2:
+        again = self.source is not None and self.source is not source
+        if k is None or again or match.value(nodes[0]).dim() != 2:
             raise Miss(f"rows of {source.name} are not taken as those of tokens")
         if self.source is None:
             self.source = source
@@ -336,9 +337,13 @@ def _are_distinct(choices: fx.Node) -> bool:
     """Whether the last dimension names no number twice: that of ``topk``."""
     top = _topk_of(choices)
     last = top is not None and match.argument(top, "dim", -1) % match.value(top.args[0]).dim()
-    return top is not None and last == match.value(top.args[0]).dim() - 1 and (
-        match.value(choices).shape[-1] == match.value(top.args[0]).shape[-1]
-        or match.value(choices).shape[-1] == match.argument(top, "k")
+    return (
+        top is not None
+        and last == match.value(top.args[0]).dim() - 1
+        and (
+            match.value(choices).shape[-1] == match.value(top.args[0]).shape[-1]
+            or match.value(choices).shape[-1] == match.argument(top, "k")
+        )
     )
 
 
