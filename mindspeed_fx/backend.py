@@ -151,7 +151,8 @@ class Compilation:
         # A plan's local program is traced from the captured graph, so that capture can't wait for Inductor's hook.
         captured_by_hook = _Captured(self, gm, name) if self.generates and not plan else None
         if captured_by_hook is None:
-            self.capture(gm)
+            with sharding.reading_loops(plan.sharding if plan else None):
+                self.capture(gm)
         with sharding.tracing(plan):
             return self._compile_captured(gm, inputs, plan, captured_by_hook, name, table)
 

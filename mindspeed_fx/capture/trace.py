@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from mindspeed_fx.capture import chosen_rows
 from mindspeed_fx.compat import autocast, tracing
 from mindspeed_fx.graph.annotate import is_isolated_body
 
@@ -38,6 +39,7 @@ def trace(gm: fx.GraphModule, values: list[Any] | None = None) -> fx.GraphModule
     """
     if values is None:
         values = [example_value(n) for n in gm.graph.nodes if n.op == "placeholder"]
+    chosen_rows.check_sizes_unread(gm)
     bodies: dict[str, fx.GraphModule] = {}
     for node in gm.graph.nodes:
         if node.op == "call_function" and tracing.is_higher_order(node.target):
@@ -105,6 +107,8 @@ class _Recorder(fx.Interpreter):
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
         if autocast.is_autocast_switch(target):
             return autocast.switch_autocast(target, args)
+        if target is chosen_rows.CHOSEN:
+            return chosen_rows.choose_bounded(*args)
         if tracing.is_data(target):
             return args[0].detach()  # what ``.data`` gives is a tensor that no tracer has seen made
         if target is torch.autograd.grad:

@@ -198,6 +198,17 @@ def around_compiled_calls(module: torch.nn.Module, function: Callable[[Callable[
     module._compiled_call_impl = called
 
 
+def start_over(why: str) -> BaseException:
+    """What a backend raises so that Dynamo reads the frame again, and may read it otherwise: Dynamo (2.13) lets the
+    first of these through from a backend, and forgets its notes of the frame for the second."""
+    from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
+
+    class Again(TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis):
+        pass
+
+    return Again(restart_reason=why)
+
+
 def starts_over(error: BaseException) -> bool:
     """Whether ``error`` is no error: Dynamo reads the frame again, with other symbols."""
     from torch._dynamo.exc import RestartAnalysis

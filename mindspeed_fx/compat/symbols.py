@@ -100,3 +100,12 @@ def multiply_two_at_a_time() -> None:
 
     build._two_at_a_time = True  # type: ignore[attr-defined]
     proxy_tensor._build_proxy_for_sym_expr = build
+
+
+def new_row_count() -> torch.SymInt:
+    """A new symbol for a number of rows that is data, in a fake implementation of an operator."""
+    from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size
+
+    count = torch.library.get_ctx()._shape_env.create_unbacked_symint()
+    _constrain_range_for_size(count)
+    return count

@@ -24,6 +24,7 @@ from mindspeed_fx.options import Options
 from mindspeed_fx.planning.layer_lists import layers_of
 from mindspeed_fx.planning.split_stages import Part, split_stages
 from mindspeed_fx.sharding import parallelized_graph
+from mindspeed_fx.sharding.expert_lists import reading_loops
 from mindspeed_fx.sharding.plan import Plan, ShardingError
 
 
@@ -177,7 +178,8 @@ def _captured(gm: fx.GraphModule, options: Options) -> parallelized_graph.Parall
         raise ShardingError("simulate: the model reads none of its parameters")
     compilation = Compilation(options.resolve("cpu"))
     compilation.sharding = hit
-    compilation.capture(gm)
+    with reading_loops(hit.sharding, again=False):
+        compilation.capture(gm)
     return hit
 
 

@@ -212,7 +212,7 @@ class InputCheck:
                 raise ShardingError(
                     f"rank {distributed.rank()} got arguments of new sizes ({own}) in a step in which no sizes are new "
                     f'to {_shown_ranks(missing)}: all ranks of plan "{self.sharding.plan.name}" pass tensors of the '
-                    f"same sizes in the same step; waited for {ALONE_AFTER:g} s"
+                    f"same sizes in the same step{self._part_expected()}; waited for {ALONE_AFTER:g} s"
                 )
             time.sleep(0.01)
 
@@ -253,9 +253,7 @@ class InputCheck:
         who = f"{self._named(index)}{self._own(index)} has another shape or dtype on another rank"
         if self.sharding.inputs == WHOLE:
             return f"{who}; {self._whole_expected()}"
-        plan = f'plan "{self.sharding.plan.name}"'
-        expected = 'with inputs="local" all ranks pass parts of one size: pad them, or leave the rest out'
-        return f"{who}: parts are uneven; under {plan} {expected}"
+        return f'{who}: parts are uneven, under plan "{self.sharding.plan.name}"{self._part_expected()}'
 
     def _values_differ(self, index: int) -> str:
         who = f"{self._named(index)}{self._own(index)} has other values on another rank"
@@ -271,6 +269,11 @@ class InputCheck:
         plan = f'plan "{self.sharding.plan.name}"'
         same = "every rank draws for the whole and keeps its part; call torch.manual_seed with one seed on every rank"
         return f"{call} draws random numbers, and the generators of the ranks differ: under {plan} {same}"
+
+    def _part_expected(self) -> str:
+        if self.sharding.inputs == WHOLE:
+            return ""
+        return '; with inputs="local" all ranks pass parts of one size: pad them, or leave the rest out'
 
     def _whole_expected(self) -> str:
         same = f'under plan "{self.sharding.plan.name}" every rank passes the same whole tensor'

@@ -23,6 +23,7 @@ from mindspeed_fx import arguments
 from mindspeed_fx.compat.dtensor import is_strided
 from mindspeed_fx.errors import nearest
 from mindspeed_fx.sharding import initialize, optimizers
+from mindspeed_fx.sharding.expert_lists import keep_in_one_graph
 from mindspeed_fx.sharding.inputs import show_inputs_whole
 from mindspeed_fx.sharding.parallelized_graph import BETWEEN_GRAPHS
 from mindspeed_fx.sharding.plan import Plan, ShardingError, placement_of
@@ -165,6 +166,7 @@ def show_whole(model: nn.Module, sharding: Sharding, replace: Callable[[str, nn.
     number = next(_numbers)
     SHARDINGS[number] = sharding
     sharding.number = number
+    keep_in_one_graph(model, sharding)
     if sharding.inputs == LOCAL:
         show_inputs_whole(model, number)
     model.__dict__["_sharding"] = sharding  # keeps it alive as long as the model

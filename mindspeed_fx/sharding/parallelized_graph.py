@@ -24,6 +24,7 @@ from mindspeed_fx.graph.op_sets import draws
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.sharding.between_stages import RECEIVED, placements_between
 from mindspeed_fx.sharding.constraint import operands
+from mindspeed_fx.sharding.expert_lists import reading_loops  # noqa: F401  the backend's
 from mindspeed_fx.sharding.plan import ShardingError, parse_placement, placement_of
 from mindspeed_fx.sharding.registry import SHOWN, WHOLE_INPUT
 

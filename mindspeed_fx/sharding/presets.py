@@ -17,6 +17,7 @@ from torch import nn
 
 from mindspeed_fx import arguments
 from mindspeed_fx.errors import nearest
+from mindspeed_fx.sharding.expert_lists import listed_parameters
 from mindspeed_fx.sharding.layer_roles import (
     column_and_row_layers,
     divided_word,
@@ -26,7 +27,7 @@ from mindspeed_fx.sharding.layer_roles import (
     result_dim,
     vocabulary_layers,
 )
-from mindspeed_fx.sharding.plan import Boundary, Plan, ShardingError
+from mindspeed_fx.sharding.plan import Boundary, Plan, ShardingError, parse_placement, placement_of
 from mindspeed_fx.sharding.roles import Roles, read_roles
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,8 @@ def named_plan(
         arguments.check_call("named_plan", () if args is None else args, kwargs, model)
     plan: Plan | None = None
     by_roles = {"tp": tp, "tp_sp": tp_sp, "tp_2d": tp_2d}
-    experts = {"ep", "ep_alltoall"} & set(name.split("+")) and not expert_parameters(model)
+    unknown = not expert_parameters(model) and not listed_parameters(model)
+    experts = unknown and {"ep", "ep_alltoall"} & set(name.split("+"))
     reads = (experts or set(by_roles) & set(name.split("+"))) and not (args is None and kwargs is None)
     roles = read_roles(model, args or (), kwargs) if reads else None
     for part in reversed(name.split("+")):
@@ -260,12 +262,12 @@ def ep(
     whose products the graph shows it (``roles``).
     Source: Megatron-core's "allgather" token dispatcher.
     """
-    held = expert_parameters(model, roles)
-    if not held:
+    held, listed = expert_parameters(model, roles), listed_parameters(model)
+    if not held and not listed:
         raise ShardingError(
             'plan "ep" found no experts: parameters of shape [experts, ., .] in a module whose name ends in "experts" '
-            "(of other names they are read from the graph: give example arguments, args=...); experts that are a list "
-            "of modules are not divided"
+            "(of other names they are read from the graph: give example arguments, args=...), or a list of modules of "
+            "one class that a method loops over, with the tokens that chose each"
         )
     dims = [dim, *(d for d in (other.mesh if other else ()) if d == "tp")]
     # Where the sequence is divided between layers, the sum of the experts' results meets it there.
@@ -281,14 +283,37 @@ def ep(
     )
     modules = {n.rpartition(".")[0]: edge for n in held} if edge != Boundary() else {}
     parameters = {n: dict.fromkeys(dims, "S(0)") for n in held}
+    parameters.update({n: {dim: f"S({_free_dim(n, shape, other)})"} for n, shape in listed.items()})
     return Plan(
         "ep_alltoall" if uses_all_to_all else "ep",
         (dim, *dims[1:]),
         parameters,
         inputs={"*": {dim: "S(0)"}},
         modules=modules,
+        operators=_listed_edges(dims, uses_all_to_all) if listed else {},
         experts={"dispatch": "all_to_all"} if uses_all_to_all else {},
     )
+
+
+def _free_dim(name: str, shape: Sequence[int], other: Plan | None) -> int:
+    """The first dimension that ``other`` leaves whole, of parameters of all experts of a list."""
+    one = name.replace(".*.", ".0.")
+    words = placement_of(other.parameters, one, "parameter").values() if other else ()
+    taken = {parse_placement(w, name) for w in words}
+    return next((d for d, size in enumerate(shape) if d not in taken and size > 1), 0)
+
+
+def _listed_edges(dims: Sequence[str], uses_all_to_all: bool) -> dict[str, Boundary]:
+    """Where weights of a list of experts become those of whole experts, and tokens meet them: a rank has a part of
+    each expert's weights at rest, and brings together those of its own experts by an all-to-all."""
+    edges = {"mindspeed.grouped_matmul": Boundary(arguments={"weight": dict.fromkeys(dims, "S(0)")})}
+    whole = dict.fromkeys(dims[1:] if uses_all_to_all else dims, "R")
+    if whole:
+        edges["mindspeed.moe_permute"] = Boundary(arguments={"tokens": whole, "indices": whole})
+    if not uses_all_to_all:
+        result = {dims[0]: "S(0)", **dict.fromkeys(dims[1:], "R")}
+        edges["mindspeed.moe_unpermute"] = Boundary({}, result, {"probs": whole})
+    return edges
 
 
 def zero(stage: str) -> Callable[[nn.Module, Plan | None], Plan]:
@@ -301,8 +326,6 @@ def zero(stage: str) -> Callable[[nn.Module, Plan | None], Plan]:
     """
 
     def make(model: nn.Module, other: Plan | None = None, dim: str = "dp") -> Plan:
-        from mindspeed_fx.sharding.plan import parse_placement, placement_of
-
         parameters = {}
         for name, p in model.named_parameters(remove_duplicate=False):
             taken = (
@@ -332,7 +355,5 @@ def _sequence(model: nn.Module, *dims: str) -> dict[str, dict[str, str]]:
 
 def whole_layers(model: nn.Module, plan: Plan) -> list[str]:
     """Linear layers of which ``plan`` divides no weight: packed projections and those whose names say nothing."""
-    from mindspeed_fx.sharding.plan import placement_of
-
     placed = {n: placement_of(plan.parameters, f"{n}.weight", "parameter") for n in linear_layers(model)}
     return [n for n, words in placed.items() if all(w == "R" for w in words.values())]

@@ -30,6 +30,8 @@ class Sharding:
     """Names, shapes and dtypes of arguments that were compared."""
     number: int = -1
     """That the model's calls carry."""
+    reads_loops: bool = True
+    """Whether loops over lists of experts are kept in one graph (:mod:`mindspeed_fx.sharding.expert_lists`)."""
 
     def __deepcopy__(self, memo: dict) -> "Sharding":
         """Itself: a copy of the model (a moving average) carries the same number and is divided alike, also when the

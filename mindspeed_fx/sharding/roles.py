@@ -33,6 +33,7 @@ from mindspeed_fx.sharding.divided_dims import (
     einsum_terms,
     inner_cuts,
 )
+from mindspeed_fx.sharding.expert_lists import kept_in_one_graph
 from mindspeed_fx.sharding.plan import ShardingError
 from mindspeed_fx.sharding.products import inner_dims, linear_products, stacked_experts, token_embeddings
 
@@ -114,7 +115,7 @@ def _captured(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
     torch._dynamo.reset()  # a graph of this code with other sizes would make Dynamo's sizes symbols
     try:
-        with torch.enable_grad(), tracing.in_one_graph(ShardingError, "parallelize"):
+        with torch.enable_grad(), tracing.in_one_graph(ShardingError, "parallelize"), kept_in_one_graph(model):
             torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
     except _Seen:
         pass

@@ -213,10 +213,28 @@ def uneven():
     reference = whole_model(kind=Small)
     rank = dist.get_rank()
     _, step = compiled(reference, "dp", "zero2", inputs="local")
+    says = ("parts are uneven", 'with inputs="local" all ranks pass parts of one size')
     rows = [x[: 2 + rank] for x in batch()]
-    refused(step, rows, f'argument "ids" (here ({2 + rank}, 16), torch.int64)', "parts are uneven", '"zero2"')
+    refused(step, rows, f'argument "ids" (here ({2 + rank}, 16), torch.int64)', '"zero2"', *says)
+    assert step(*(own(x, 0) for x in batch())).isfinite()  # a refused step leaves nothing behind
+    refused(step, rows if rank else [x[:2, :9].contiguous() for x in batch()], '"zero2"', *says)
+    _, step = compiled(reference, "cp", "ulysses", inputs="local")
+    refused(step, [x[:, : 8 + rank].contiguous() for x in batch()], '"ulysses"', *says)
+    last_batch_of_one_rank(reference)
     _, step = compiled(reference, "tp", "tp_sp", inputs="local")
     refused(step, [own(x, 0) for x in batch()], 'argument "ids"', "does not divide it")
+
+
+def last_batch_of_one_rank(reference):
+    """A part that is shorter on one rank alone, where the others' sizes are known."""
+    _, step = compiled(reference, "dp", "zero2", inputs="local")
+    parts = [own(x, 0) for x in batch()]
+    assert step(*parts).isfinite()
+    inputs_module.ALONE_AFTER = 0.3
+    if dist.get_rank() == 1:
+        refused(step, [x[:1] for x in parts], "rank 1 got arguments of new sizes (", 'with inputs="local" all ranks')
+    dist.barrier()
+    inputs_module.ALONE_AFTER = 30.0
 
 
 def misused():

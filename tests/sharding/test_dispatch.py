@@ -124,6 +124,50 @@ def test_weights_gathered_by_expert():
     assert result.forward["all_to_all_single"] == 6
 
 
+class RowExperts(Experts):
+    """A module of experts that gets rows, sorted already."""
+
+    def forward(self, rows, ends):
+        inner = torch.nn.functional.silu(ops.grouped_matmul(rows, self.gate, ends))
+        return ops.grouped_matmul(inner * ops.grouped_matmul(rows, self.up, ends), self.down, ends)
+
+
+class SortedBefore(Mixture):
+    """torchtitan's, whose rows are multiplied by their weights before the experts, or behind them."""
+
+    def __init__(self, before):
+        super().__init__()
+        self.experts, self.before = RowExperts(), before
+        self.up_proj, self.down_proj = torch.nn.Linear(HIDDEN, 8).double(), torch.nn.Linear(8, HIDDEN).double()
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        x = x + self.down_proj(self.up_proj(x).relu())
+        flat = x.flatten(0, 1)
+        weights, chosen = self.router(flat).softmax(-1).topk(CHOSEN)
+        order = torch.argsort(chosen.view(-1), stable=True)
+        tokens, share = order // CHOSEN, weights.view(-1)[order].unsqueeze(-1)
+        ends = counted(chosen).cumsum(0).to(torch.int32)
+        if self.before:
+            y = self.experts(flat[tokens] * share, ends)
+        else:
+            y = self.experts(flat[tokens], ends) * share
+        out = torch.zeros_like(flat).scatter_add(0, tokens.unsqueeze(-1).expand(-1, HIDDEN), y)
+        return (x + out.view(x.shape)).square().mean()
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("mesh, plan", [
+    ({"ep": 2, "tp": 2}, "ep_alltoall+tp_sp"),
+    pytest.param({"ep": 2, "tp": 2}, "ep_alltoall+tp", marks=pytest.mark.slow),
+    pytest.param({"ep": 2}, "ep_alltoall", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_a_module_that_gets_sorted_rows(mesh, plan, before):
+    """The plan's edges of the module are those of the tokens; as many exchanges as without."""
+    result = checked(SortedBefore(before), mesh, plan)
+    assert result.forward["all_to_all_single"] == 3, result.forward
+
+
 class Uncounted(Mixture):
     def forward(self, ids):
         x = self.embed(ids).flatten(0, 1)

@@ -79,12 +79,12 @@ def _match_gather(n: Any) -> tuple[fx.Node, fx.Node] | None:
     return result if result is not None and match.value(result[0]).dim() == 3 else None
 
 
-def _never_negative(n: fx.Node) -> bool:
+def is_never_negative(n: fx.Node) -> bool:
     """True for positions, which topk, sort, argmax and max return, parts of them, and several beside each other."""
     while match.is_call(n, *SAME):
         n = n.args[0]
     if match.is_call(n, aten.cat.default, aten.concat.default):
-        return all(map(_never_negative, n.args[0]))
+        return all(map(is_never_negative, n.args[0]))
     if match.is_call(n, aten.clamp.default):
         return isinstance(match.argument(n, "min"), int) and match.argument(n, "min") >= 0
     return match.is_call(n, aten.argmax.default) or (
@@ -94,7 +94,7 @@ def _never_negative(n: fx.Node) -> bool:
 
 def _rewrite(gm: fx.GraphModule, node: fx.Node, result: Rows) -> Site | str:
     x, weight, expert, transposed, region = result
-    if not _never_negative(expert):
+    if not is_never_negative(expert):
         return (
             f"the experts' numbers ({expert.name}) come from no topk, sort, argmax or maximum and may be negative, "
             "counting from the last expert"
@@ -112,14 +112,14 @@ def _rewrite(gm: fx.GraphModule, node: fx.Node, result: Rows) -> Site | str:
     copies = match_repeat(x)
     both = rewrite.insert(gm, node, ops.moe_permute.default, (copies[0] if copies else x, expert))
     permuted, sorted_indices = (rewrite.insert(gm, node, getitem, (both, i)) for i in (0, 1))
-    ends = _ends(gm, node, expert, match.value(weight).shape[0])
+    ends = insert_ends(gm, node, expert, match.value(weight).shape[0])
     product = rewrite.insert(gm, node, ops.grouped_matmul.default, (permuted, weight, ends, False))  # each row has one
     rows = rewrite.insert(gm, node, ops.moe_unpermute.default, (product, sorted_indices, None, 1))
     new = rewrite.insert(gm, node, aten.unsqueeze.default, (rows, 2 if transposed else 1))
     return rewrite.substitute(gm, node, new) or site(OPERATOR, node, region)
 
 
-def _ends(gm: fx.GraphModule, node: fx.Node, expert: fx.Node, experts: int) -> fx.Node:
+def insert_ends(gm: fx.GraphModule, node: fx.Node, expert: fx.Node, experts: int) -> fx.Node:
     """Where each expert's rows end: the number of rows whose expert is it or one before it."""
     numbers = rewrite.insert(
         gm,

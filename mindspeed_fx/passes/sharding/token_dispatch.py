@@ -9,7 +9,6 @@ then every rank may sort and count its own. Equal on one device; nothing is move
 
 from __future__ import annotations
 
-import operator
 from typing import Any, Iterator
 
 import torch
@@ -18,29 +17,12 @@ import torch.fx as fx
 from mindspeed_fx.compat import tracing
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.passes.base import Context, PassReport, register, site
-from mindspeed_fx.sharding.constraint import constrain, operands
+from mindspeed_fx.passes.sharding.sorted_rows import choices, move_edges, weigh_before
+from mindspeed_fx.sharding.constraint import operands
 from mindspeed_fx.sharding.plan import ShardingError, matching
 
 NAME = "sharding.token_dispatch"
 aten, ops = torch.ops.aten, torch.ops.mindspeed
-SAME = frozenset(
-    (
-        aten.view.default,
-        aten.reshape.default,
-        aten._unsafe_view.default,
-        aten.flatten.using_ints,
-        aten.clone.default,
-        aten.contiguous.default,
-        aten.to.dtype,
-        aten._to_copy.default,
-        aten.squeeze.dim,
-        aten.unsqueeze.default,
-        aten.detach.default,
-        constrain,
-    )
-)
-"""Operators that keep a list of choices, but for its shape and type."""
-SORTS = frozenset((aten.sort.default, aten.sort.stable))
 
 
 @register(NAME)
@@ -56,11 +38,14 @@ def dispatch_tokens(gm: fx.GraphModule, context: Context) -> PassReport:
         )
     for graph in _graphs(gm):
         for node in [n for n in graph.graph.nodes if n.target is ops.moe_permute.default]:
-            _rewrite(node, report)
+            move_edges(node)
+            _rewrite(weigh_before(graph, node), report)
         graph.graph.eliminate_dead_code()
         graph.recompile()
     if not report.rewrites and sharding.plan.is_of_stage and not _has_experts(gm, sharding):
         return report.note_reason("no parameter of this graph, a stage of a pipeline, is one of experts")
+    if not report.rewrites and not sharding.sharding.reads_loops:
+        return report.note_reason("the model's loops over experts are run as they are written, whole on every rank")
     if not report.rewrites:
         raise ShardingError(
             f'plan "{sharding.plan.name}" sends tokens to experts, and no mixture was found in this graph: rows sorted '
@@ -144,18 +129,6 @@ def _refusal(node: fx.Node, why: str) -> ShardingError:
         f'module "{module_path(node)}": tokens cannot be sent to their experts by all-to-all: {why}; '
         'plan "ep" gathers tokens instead'
     )
-
-
-def choices(n: Any) -> Any:
-    """The list of choices that ``n`` is, whatever its shape, type and order."""
-    while isinstance(n, fx.Node):
-        if n.target in SAME:
-            n = n.args[0]
-        elif n.target is operator.getitem and n.args[1] == 0 and n.args[0].target in SORTS:
-            n = n.args[0].args[0]
-        else:
-            break
-    return n
 
 
 def counts(n: Any) -> tuple[Any, int] | None:

@@ -20,6 +20,7 @@ from mindspeed_fx.planning.search.problem import NotRepeated, Problem
 from mindspeed_fx.planning.search.problem_builder import build_problem
 from mindspeed_fx.planning.search.traced_plan import Traced
 from mindspeed_fx.report.source import source_line
+from mindspeed_fx.sharding.expert_lists import kept_in_one_graph
 from mindspeed_fx.sharding.plan import ShardingError
 
 UNFUSED = ("fusion.add_rms_norm", "fusion.add_layer_norm")
@@ -128,7 +129,7 @@ def capture_model(
 
     torch._dynamo.reset()  # a graph of this code with other sizes would make Dynamo's sizes symbols
     try:
-        with torch.enable_grad(), named or tracing.in_one_graph(ShardingError, "plan"):
+        with torch.enable_grad(), named or tracing.in_one_graph(ShardingError, "plan"), kept_in_one_graph(model):
             torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
     except _Seen:
         pass

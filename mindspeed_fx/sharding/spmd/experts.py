@@ -39,6 +39,7 @@ ATEN_ROWWISE = {
     aten.sub.Tensor,
     aten.div.Tensor,
     aten.pow.Tensor_Scalar,
+    aten.full_like.default,
     aten.clamp.default,
     aten.to.dtype,
     operator.getitem,
