@@ -126,7 +126,7 @@ def _joint(program: Any, inputs: Sequence[Any], local: Any) -> fx.Graph:
         return [*results, *gradients]
 
     with dtensor.plain_tensors_as_replicated() if local is not None else fakes:
-        with fakes:
+        with fakes, torch.enable_grad():
             args = [torch.empty(x.shape, dtype=x.dtype) if isinstance(x, torch.Tensor) else x for x in inputs]
             own = [x.requires_grad_() if leaf else x for x, leaf in zip(args, leaves)]
             starts = [torch.empty(r.shape, dtype=r.dtype) for r in results_of(own) if r.requires_grad]

@@ -46,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--batch", type=int, default=8, help="record: files of tests that share a process")
     result.add_argument("--durations", type=pathlib.Path, help="record: pytest's table of a run before")
     result.add_argument("--longest", type=float, default=3.0, help="record: leaves out what took longer in that run")
+    result.add_argument("--cases", type=int, default=10**9, help="record: the cheapest cases of each function of tests")
     result.add_argument("--warm", nargs="*", default=WARM, help="modules imported once for all")
     result.add_argument("--write", type=pathlib.Path, help="table: the file")
     return result
@@ -58,7 +59,7 @@ def record_all(tree: Tree, files: Sequence[str], known: Mapping[str, float], opt
     remaining = list(files) or [f for f in _files(tree) if f not in recorded]
     while remaining and time.monotonic() < end:
         batch, remaining = remaining[: options.batch], remaining[options.batch :]
-        outcome = record(tree, batch, known, options.longest, options.limit)
+        outcome = record(tree, batch, known, options.longest, options.cases, options.limit)
         why = f": {outcome.test} {outcome.message}" if outcome.status != "passed" else ""
         print(f"{outcome.status} {' '.join(batch)} {outcome.ran} tests, {outcome.seconds:.0f} s{why}", flush=True)
 

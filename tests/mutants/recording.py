@@ -30,15 +30,16 @@ LEFT_OUT = (
 class Recorder:
     """pytest's plugin: the lines that each test executes, by ``coverage``, and seconds of what passed.
 
-    ``seconds`` are those of a run before, by test: what took longer than ``longest`` is left out.
+    ``seconds`` are those of a run before, by test: what took longer than ``longest`` is left out, and of each function
+    all but its ``cases`` cheapest cases.
     """
 
-    def __init__(self, tree: Tree, files: Sequence[str], seconds: Mapping[str, float], longest: float):
+    def __init__(self, tree: Tree, files: Sequence[str], seconds: Mapping[str, float], longest: float, cases: int):
         import coverage
 
         self.files = list(files)
         self.target = tree.folder / "recording" / files[0].removesuffix(".py").replace("/", "+")
-        self.known, self.longest = seconds, longest
+        self.known, self.longest, self.cases = seconds, longest, cases
         self.seconds: dict[str, float] = {}
         self.failed: set[str] = set()
         self.left_out: list[str] = []
@@ -51,8 +52,9 @@ class Recorder:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        self.left_out = [i.nodeid for i in items if self.known.get(i.nodeid, 0) > self.longest]
-        items[:] = [i for i in items if self.known.get(i.nodeid, 0) <= self.longest]
+        kept = set(cheapest([i.nodeid for i in items], self.known, self.longest, self.cases))
+        self.left_out = [i.nodeid for i in items if i.nodeid not in kept]
+        items[:] = [i for i in items if i.nodeid in kept]
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -76,10 +78,24 @@ class Recorder:
         self.target.with_suffix(".json").write_text(json.dumps(kept, indent=0))
 
 
-def record(tree: Tree, files: Sequence[str], seconds: Mapping[str, float], longest: float, limit: float) -> Outcome:
+def cheapest(tests: Sequence[str], seconds: Mapping[str, float], longest: float, cases: int) -> Iterator[str]:
+    """Of each function of tests the ``cases`` cheapest ones that take no more than ``longest``."""
+    taken: collections.Counter[str] = collections.Counter()
+    for test in sorted(tests, key=lambda t: seconds.get(t, 0)):
+        function = test.partition("[")[0]
+        if seconds.get(test, 0) <= longest and taken[function] < cases:
+            taken[function] += 1
+            yield test
+
+
+def record(
+    tree: Tree, files: Sequence[str], seconds: Mapping[str, float], longest: float, cases: int, limit: float
+) -> Outcome:
     """Record files of tests in one process; only what passed counts as a test afterwards."""
     (tree.folder / "recording").mkdir(exist_ok=True)
-    return run_tests(tree.copy, files, None, tree.folder, limit, USUAL, lambda: Recorder(tree, files, seconds, longest))
+    return run_tests(
+        tree.copy, files, None, tree.folder, limit, USUAL, lambda: Recorder(tree, files, seconds, longest, cases)
+    )
 
 
 def recorded_files(tree: Tree) -> set[str]:

@@ -11,13 +11,14 @@ from mindspeed_fx.sharding.audit.relations import rules
 from mindspeed_fx.sharding.audit.relations.parts import Part, Terms, Unknown, Unproved, profile, regrouped
 
 
-def cut(terms: Terms, x: Part, dim: int, start: int, end: int) -> Part:
-    """Elements from ``start`` to ``end`` of a dimension that every rank has whole."""
+def cut(terms: Terms, x: Part, dim: int, start: int, end: int, step: int = 1) -> Part:
+    """Every ``step``-th element from ``start`` to ``end`` of a dimension that every rank has whole."""
     if profile(x.dims[dim]):
         raise Unproved(f"elements {start} to {end} of a dimension of which ranks hold parts")
-    shape = [end - start if i == dim else n for i, n in enumerate(x.whole)]
+    size = len(range(start, end, step))
+    shape = [size if i == dim else n for i, n in enumerate(x.whole)]
     shared = [profile(d) for d in x.dims]
-    return terms.fresh(("cut", dim, start, end, x.arranged), shape, shared, x.partial)
+    return terms.fresh(("cut", dim, start, size, step, x.arranged), shape, shared, x.partial)
 
 
 def _sum_key() -> tuple:
@@ -42,20 +43,10 @@ def _transposed(terms: Terms, n: fx.Node, args: list) -> Part:
     return _permuted(x, order)
 
 
-def _expanded(terms: Terms, n: fx.Node, args: list) -> Part:
-    shape = tuple(n.meta["val"].shape)
-    x = args[0]
-    dims = ((),) * (len(shape) - len(x.dims)) + x.dims
-    if any(not d and size > 1 for d, size in zip(dims, shape)):
-        raise Unknown("no rule")
-    return replace(x, dims=dims)
-
-
 MOVES: dict[str, Callable] = {
     **dict.fromkeys(["view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten"], _viewed),
     "permute": lambda terms, n, args: _permuted(args[0], [i % len(args[0].dims) for i in args[1]]),
     **dict.fromkeys(["transpose", "t"], _transposed),
-    "expand": _expanded,
 }  # fmt: skip
 
 

@@ -17,6 +17,9 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Hashable, Iterable, Iterator, NamedTuple, Sequence
 
+import torch
+from torch import Tensor
+
 
 class Unproved(Exception):
     """The local programs were not shown to be the whole one."""
@@ -99,6 +102,15 @@ def profile(dim: Dim) -> Profile:
     return tuple(result)
 
 
+@dataclass(frozen=True)
+class Fill:
+    """The same number everywhere."""
+
+    value: float
+    shape: tuple[int, ...]
+    """A rank's."""
+
+
 @dataclass
 class Terms:
     """Numbers of terms and roots: equal ones have one number, in the whole program and in the local ones."""
@@ -112,12 +124,30 @@ class Terms:
     quotients: dict[int, tuple[Part, float]] = field(default_factory=dict)
     """Term -> the part that was divided by a number to make it, and the number."""
 
+    choices: dict[int, tuple[tuple[int, ...], int, int]] = field(default_factory=dict)
+    """Term of integers -> its shape, and among how many those of a dimension are chosen, each another one."""
+
+    routings: dict[int, Tensor] = field(default_factory=dict)
+    """Term of choices -> all of them, as they were drawn."""
+
+    def draw(self, term: int) -> tuple[list[int], Tensor]:
+        """The roots of a term of ``choices``, and values for all of it: at random, the same at every call."""
+        shape, dim, among = self.choices[term]
+        scores = torch.rand(
+            [among if i == dim else n for i, n in enumerate(shape)], generator=torch.Generator().manual_seed(term)
+        )
+        roots = [self.number("root", term, i) for i in range(len(shape))]
+        return roots, scores.topk(shape[dim], dim).indices
+
     def number(self, *key: Hashable) -> int:
         return self.numbers.setdefault(key, len(self.numbers))
 
     def fresh(self, key: Hashable, sizes: Sequence[int], profiles: Sequence[Profile], partial: Iterable[str]) -> Part:
         """A term of its own, divided by ``profiles``."""
         term = self.number(key)
+        names = [m for shared in profiles for m, _ in shared]
+        if len(names) > len(set(names)):
+            raise Unproved(f"two dimensions are divided over {next(m for m in names if names.count(m) > 1)}")
         dims = []
         for i, (size, shared) in enumerate(zip(sizes, profiles, strict=True)):
             dims.append(self._divided(Digit(self.number("root", term, i), 1, size), shared))

@@ -47,6 +47,8 @@ RULES = {
     "mindspeed.attention_backward": rule(
         "bhIE,bhID,bkJD,bkJE,bhIE,bhI -> bhID,bkJD,bkJE", linear=[0], alike=["hk"]
     ),
+    "mindspeed.cross_entropy": rule("tV,t -> t,t"),
+    "mindspeed.cross_entropy_backward": rule("t,tV,t,t -> tV", linear=[0]),
     "aten.cat": rule("...C,...C -> ...C"),
     "aten._softmax": rule("...C -> ...C"),
     "aten._softmax_backward_data": rule("...C,...C -> ...C", linear=[0]),
@@ -54,7 +56,7 @@ RULES = {
 
 POINTWISE = frozenset(
     "mul div add sub neg pow reciprocal cos sin exp sigmoid silu gelu relu tanh rsqrt sqrt _to_copy where eq ne lt le "
-    "gt ge sigmoid_backward silu_backward gelu_backward threshold_backward tanh_backward clamp".split()
+    "gt ge log masked_fill bitwise_not bitwise_and logical_not sigmoid_backward silu_backward gelu_backward threshold_backward tanh_backward clamp".split()
 )
 ADDITIVE = frozenset(["add", "sub"])
 EACH = frozenset(["mul"])
@@ -105,12 +107,11 @@ def pointwise(terms: Terms, name: str, key: Hashable, parts: Sequence[Part], com
         if any(p.partial != partial for p in parts):
             raise Unproved(f"{name} adds a partial sum over {_different(parts)} to what is none")
     else:
-        linear = tuple(range(len(parts))) if name in EACH else (0,) if name in FIRST and len(parts) == 1 else ()
+        linear = tuple(range(len(parts))) if name in EACH else (0,) if name == "div" or (name in FIRST and len(parts) == 1) else ()
         partial = _sums(parts, set(), linear)
     reads = [p.arranged for p in parts]
     if commutes:
         reads.sort()
-    _unique(profiles)
     return terms.fresh((name, key, *reads), sizes, profiles, partial)
 
 

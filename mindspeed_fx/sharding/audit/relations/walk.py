@@ -11,8 +11,11 @@ import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 from mindspeed_fx.graph.provenance import module_path
-from mindspeed_fx.sharding.audit.relations import collectives, moves, rules
+from mindspeed_fx.sharding.audit.relations import collectives, moves, routed, rules
+from mindspeed_fx.sharding.audit.relations.indexing import INDEXING
+from mindspeed_fx.sharding.audit.relations.numbers import LIKE, Numbers, Numeric, Place
 from mindspeed_fx.sharding.audit.relations.parts import (
+    Fill,
     Part,
     Terms,
     Unknown,
@@ -63,6 +66,13 @@ class Walk:
         """For each place of the programs: its part, parts or failure."""
         self.at: dict[fx.Node, int] = {}
         """Node of any rank -> its place."""
+        self.columns: list[Sequence[fx.Node]] = []
+        self.places = [
+            Place(r, {m: at[r] for m, at in programs.places.items()}) for r in range(len(programs.graphs))
+        ]
+        self.numbers = Numbers(
+            terms, self.places, lambda n: self.values[self.at[n]], lambda n: self.columns[self.at[n]], self._members
+        )
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         """Parts of the results for those of the inputs."""
@@ -73,6 +83,7 @@ class Walk:
         for nodes in zip(*columns):
             n = nodes[0]
             self.at.update(dict.fromkeys(nodes, len(self.values)))
+            self.columns.append(nodes)
             if n.op == "placeholder":
                 self.values.append(next(remaining))
             elif n.op == "output":
@@ -98,6 +109,8 @@ class Walk:
         except Unproved as error:
             if isinstance(error, _Before):
                 return Failed(error.args[0])
+            if _is_integer(n):
+                return Numeric()
             where = module_path(n) or "the model"
             return Failed(type(error)(f"{n.target} ({where}): {error}"))
 
@@ -108,7 +121,7 @@ class Walk:
             if isinstance(value, Failed):
                 raise _Before(value.error)
         first = next(iter(read.values()))
-        if len(read) == 1:
+        if len(read) == 1 or all(isinstance(v, Numeric) for v in read.values()):
             return first
         if not all(isinstance(p, Part) and p.picked for p in read.values()):
             raise Unknown("ranks read different tensors")
@@ -136,14 +149,22 @@ class Walk:
             return self._item(nodes)
         name = _name(n.target)
         short = name.rpartition(".")[2]
+        if short in FILLS:
+            return _filled(n, short)
         args = self._arguments(nodes)
+        if short in SAME:
+            return args[0]
+        if routed.concerns(short, args):
+            return routed.apply(self, nodes, name, args)
         if name.startswith("_c10d_functional."):
             return self._sent(nodes, short, self._own(args[0]))
         if short == "split" and isinstance(args[1], int):
+            if isinstance(args[0], Fill):
+                return args[0]
             return ("pieces", self._own(args[0]), args[1], args[2] if len(args) > 2 else 0)
         if short == "cat":
-            dim = (args[1] if len(args) > 1 else 0) % len(args[0][0].dims)
-            whole = collectives.joined(args[0], dim)
+            dim = (args[1] if len(args) > 1 else 0) % len(n.meta["val"].shape)
+            whole = collectives.joined(args[0], dim) if all(isinstance(a, Part) for a in args[0]) else None
             if whole is not None:
                 return whole
             args[0] = [self._own(a) for a in args[0]]
@@ -153,12 +174,13 @@ class Walk:
         if short == "split_with_sizes":
             self._alike(nodes)
             return self._pieces(self._own(args[0]), args[1], args[2] if len(args) > 2 else 0)
-        if short in SAME:
-            return args[0]
         args = pytree.tree_map(lambda a: self._own(a) if isinstance(a, Part) else a, args)
         if short in moves.MOVES:
-            return moves.MOVES[short](self.terms, n, args)
-        self._alike(nodes)
+            return moves.MOVES[short](self.terms, n, args) if isinstance(args[0], Part) else _filled(n, short, args[0])
+        if short not in SIZED:
+            self._alike(nodes)
+        if short in INDEXING and isinstance(args[1 if short.startswith("scatter") else 0], (Part, Fill, int)):
+            return INDEXING[short](self.terms, args, n)
         if name in rules.RULES:
             parts = [a for a in pytree.tree_leaves(args) if isinstance(a, Part)]
             results = rules.apply(self.terms, name, _key(n), parts)
@@ -168,11 +190,15 @@ class Walk:
         parts = [a for a in args if isinstance(a, Part)]
         if short in rules.POINTWISE and parts:
             commutes = short in ("add", "mul") and n.kwargs.get("alpha", 1) == 1 and len(parts) == len(args)
-            result = rules.pointwise(self.terms, short, _key(n), parts, commutes)
+            fills = tuple((i, a.value) for i, a in enumerate(args) if isinstance(a, Fill))
+            if fills:  # in none of the arguments linear
+                result = rules.pointwise(self.terms, f"{short} of numbers", (_key(n), fills), parts)
+            else:
+                result = rules.pointwise(self.terms, short, _key(n), parts, commutes)
             if short == "div" and len(parts) == 1 and isinstance(args[1], (int, float)):
                 self.terms.quotients[result.term] = parts[0], args[1]
             return result
-        if not parts:
+        if not parts and not any(isinstance(a, Fill) for a in args):
             shape = tuple(n.meta["val"].shape)
             return self.terms.fresh((name, _key(n), shape), shape, [()] * len(shape), ())
         raise Unknown("no rule")
@@ -186,6 +212,10 @@ class Walk:
 
     def _item(self, nodes: Sequence[fx.Node]) -> Any:
         value = self._read([m.args[0] for m in nodes])
+        if isinstance(value, Numeric):
+            return value
+        if isinstance(value, Fill):
+            return _filled(nodes[0], "", value)
         if isinstance(value, tuple) and value[0] == "pieces":
             _, x, size, dim = value
             extent = x.local[dim]
@@ -203,10 +233,11 @@ class Walk:
         size = sizes.pop()
         if size == extent and not sizes:
             return x
-        if (nodes[0].args[4:] or (1,))[0] != 1 or sizes:
+        step = (nodes[0].args[4:] or (1,))[0]
+        if len(set(starts)) == 1 and not sizes and (len(starts) == 1 or not rules.profile(x.dims[dim])):
+            return moves.cut(self.terms, x, dim, starts[0], starts[0] + size, step)
+        if step != 1 or sizes:
             raise Unknown("a slice that is no piece")
-        if len(set(starts)) == 1 and (len(starts) == 1 or not rules.profile(x.dims[dim])):
-            return moves.cut(self.terms, x, dim, starts[0], starts[0] + size)
         if extent % size or any(s % size for s in starts):
             raise Unknown("a slice that is no piece")
         return collectives.piece(x, dim, extent // size, [s // size for s in starts])
@@ -219,8 +250,9 @@ class Walk:
         if any(_numbers(m) != _numbers(nodes[0]) for m in nodes):
             raise Unknown("numbers of ranks differ")
 
-    def _cat(self, parts: list[Part], dim: int) -> Part:
-        """Of parts that are whole along ``dim``."""
+    def _cat(self, given: list[Part | Fill], dim: int) -> Part:
+        """Of parts that are whole along ``dim``, and numbers."""
+        parts = [p for p in given if isinstance(p, Part)]
         order = [*(i for i in range(len(parts[0].dims)) if i != dim), dim]
         moved = [replace(p, dims=tuple(p.dims[i] for i in order)) for p in parts]
         if any(d.mesh for p in moved for d in p.dims[-1]):
@@ -232,9 +264,18 @@ class Walk:
         if any(p.partial != parts[0].partial for p in parts):
             raise Unproved("a partial sum is joined to what is none")
         sizes = list(parts[0].whole)
-        sizes[dim] = sum(p.whole[dim] for p in parts)
-        key = ("cat", dim, *(p.arranged for p in parts))
+        sizes[dim] = sum(p.shape[dim] if isinstance(p, Fill) else p.whole[dim] for p in given)
+        key = ("cat", dim, *((p.value, p.shape[dim]) if isinstance(p, Fill) else p.arranged for p in given))
+        if len(parts) < len(given) and parts[0].partial and any(p.value for p in given if isinstance(p, Fill)):
+            raise Unproved("a partial sum is joined to numbers")
         return self.terms.fresh(key, sizes, shared, parts[0].partial)
+
+    def _members(self, node: fx.Node, rank: int) -> list[int]:
+        """The ranks that share a collective's group with ``rank``, in order."""
+        mesh = self.programs.groups[node.args[-1]]  # type: ignore[index]
+        own = {m: at for m, at in self.places[rank].at.items() if m != mesh}
+        members = [p for p in self.places if all(p.at[m] == at for m, at in own.items())]
+        return [p.rank for p in sorted(members, key=lambda p: p.at[mesh])]
 
     def _sent(self, nodes: Sequence[fx.Node], short: str, x: Part) -> Part:
         n = nodes[0]
@@ -254,6 +295,30 @@ class Walk:
         if short == "all_to_all_single" and len({*n.args[1], *n.args[2]}) == 1:
             return collectives.all_to_all(x, mesh, count)
         raise Unknown("no rule")
+
+
+FILLS = LIKE | {"scalar_tensor"}
+SIZED = frozenset(["expand", "slice_backward"])
+"""Operators that are told sizes, which are a rank's own."""
+
+
+def _filled(n: fx.Node, short: str, like: Fill | None = None) -> Fill:
+    """A tensor of one number."""
+    shape = tuple(n.meta["val"].shape)
+    if like is not None:
+        return Fill(like.value, shape)
+    if short == "scalar_tensor":
+        return Fill(float(n.args[0]), shape)  # type: ignore[arg-type]
+    if "full" in short:
+        return Fill(float(n.args[2 if short == "new_full" else 1]), shape)  # type: ignore[arg-type]
+    return Fill(float("ones" in short), shape)
+
+
+def _is_integer(n: fx.Node) -> bool:
+    """Whether its results are numbers, or counts of such."""
+    values = [v for v in pytree.tree_leaves(n.meta.get("val")) if hasattr(v, "dtype")]
+    counted = getattr(n.target, "_opname", "") in ("histc", "bincount")
+    return n.op == "get_attr" or counted or bool(values) and not any(v.is_floating_point() for v in values)
 
 
 def _name(target: Any) -> str:
@@ -307,6 +372,8 @@ def compare_part(name: str, part: Any, whole: Any, expected: Part | None) -> Res
         return Result(name, "proved" if part is None else "wrong", "" if part is None else "has a gradient")
     if part is None:
         return Result(name, "wrong", "has no gradient")
+    if not isinstance(part, Part) or not isinstance(whole, Part):
+        return Result(name, "unknown", "is rows in an order that is data")
     if part.partial:
         return Result(name, "wrong", f"is returned as {describe(part)}")
     if part.arranged != whole.arranged:

@@ -1,0 +1,97 @@
+"""What a walk makes of rows on their way to experts, and of the integers that send them there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Sequence
+
+import torch
+import torch.fx as fx
+from torch.utils import _pytree as pytree
+
+from mindspeed_fx.sharding.audit.relations import rows, rules
+from mindspeed_fx.sharding.audit.relations.numbers import Numeric
+from mindspeed_fx.sharding.audit.relations.parts import Fill, Part, Unknown
+
+if TYPE_CHECKING:
+    from mindspeed_fx.sharding.audit.relations.walk import Walk
+
+VIEWS = ("view", "_unsafe_view", "reshape")
+
+
+def concerns(short: str, args: Sequence[Any]) -> bool:
+    return short == "moe_permute" or any(
+        isinstance(a, (rows.Rows, rows.Order, Numeric)) for a in pytree.tree_leaves(list(args))
+    )
+
+
+def apply(walk: Walk, nodes: Sequence[fx.Node], name: str, args: list) -> Any:
+    """The relation of one place of the programs."""
+    n, short = nodes[0], name.rpartition(".")[2]
+    c = rows.Context(
+        walk.terms,
+        walk.places,
+        rule_key(n),
+        lambda i: walk.numbers.of([m.args[i] for m in nodes]),  # type: ignore[misc]
+        lambda rank: walk._members(nodes[rank], rank),
+    )
+    args = [walk._own(a) if isinstance(a, Part) else a for a in args]
+    if short == "moe_permute" and isinstance(args[0], Part) and isinstance(args[1], Part):
+        return rows.permuted(c, args[0], args[1])
+    leaves = pytree.tree_leaves(args)
+    if not any(isinstance(a, (rows.Rows, rows.Order)) for a in leaves):
+        return Numeric()
+    result = _moved(c, nodes, short, args) or _at_experts(c, short, args)
+    if result is not None:
+        return result
+    read = [a for a in leaves if not isinstance(a, (int, float, str, bool, torch.dtype, type(None)))]
+    if all(isinstance(a, rows.Rows) for a in read) and (name in rules.RULES or short in rules.POINTWISE):
+        commutes = short in ("add", "mul") and len(read) == len(args) and not n.kwargs
+        results = rows.each(c, name, short, read, commutes)
+        return results if len(n.target._schema.returns) > 1 else results[0]  # type: ignore[union-attr]
+    raise Unknown("no rule for rows on their way to experts")
+
+
+def rule_key(n: fx.Node) -> tuple:
+    """Numbers and words among the arguments; sizes are a rank's own, and left out where an operator has some."""
+    name = getattr(n.target, "_opname", "")
+    if name in ("moe_permute", "moe_permute_backward", "moe_unpermute", "moe_unpermute_backward"):
+        return ()
+    plain = pytree.tree_map(lambda a: "tensor" if isinstance(a, fx.Node) else a, list(n.args))
+    return repr(plain), repr(sorted(n.kwargs.items()))
+
+
+def _moved(c: rows.Context, nodes: Sequence[fx.Node], short: str, args: list) -> Any:
+    """Rows in another order; None where the operator is none of those."""
+    n, x = nodes[0], args[0]
+    if short == "where" and isinstance(args[1], rows.Rows) and isinstance(args[2], Fill) and not args[2].value:
+        return rows.masked(args[1], c.numbers(0))
+    if not isinstance(x, rows.Rows):
+        return None
+    count = len(x.pairs[0])
+    if short in VIEWS and tuple(n.meta["val"].shape) == (count, *x.part.whole[1:]):
+        return x
+    if short == "index_select" and args[1] == 0:
+        return rows.taken(x, c.numbers(2))
+    if short == "slice" and (args[1:] or [0])[0] == 0 and len(args) < 5:
+        runs = [torch.arange(count)[slice(*m.args[2:4])] for m in nodes]  # type: ignore[arg-type]
+        return rows.taken(x, runs)
+    if short == "expert_exchange":
+        return rows.exchanged(c, x, args[3], c.numbers(1), c.numbers(2))
+    if short == "all_to_all_single":
+        come, go = ([torch.tensor(m.args[i]) for m in nodes] for i in (1, 2))
+        return rows.exchanged(c, x, int(come[0].sum()), go, come)
+    return None
+
+
+def _at_experts(c: rows.Context, short: str, args: list) -> Any:
+    if short == "grouped_matmul" and isinstance(args[0], rows.Rows) and isinstance(args[1], Part):
+        return rows.product(c, args[0], args[1], c.numbers(2))
+    if short == "grouped_matmul_backward" and all(isinstance(a, rows.Rows) for a in args[:2]):
+        return list(rows.product_backward(c, args[0], args[1], args[2], c.numbers(3)))
+    if short == "moe_unpermute" and isinstance(args[0], rows.Rows) and isinstance(args[1], rows.Order):
+        return rows.unpermuted(c, short, args[0], args[1], args[2])
+    if short == "moe_unpermute_backward" and isinstance(args[2], rows.Order):
+        return list(rows.unpermuted_backward(c, args[0], args[1], args[2], args[3]))
+    if short == "moe_permute_backward" and isinstance(args[1], rows.Order):
+        return rows.unpermuted(c, short, args[0], args[1], None)
+    return None
