@@ -126,6 +126,9 @@ def launches() -> list[tuple[str, object, tuple, int, dict]]:
                 run["rope"].forward(x, cos, cos, interleaved)
                 label = "backward-" + label
                 run["rope"].backward(x, x, cos, cos, interleaved, False)
+            if dtype == F32:
+                label, top = "32 heads", new(1, 32, 4096, 8, dtype=F32)
+                run["attention_lse"].forward(top, top)
             turned, interleaved = (128, False) if dtype == BF16 else (32, True)
             label = f"{turned}-{'interleaved' if interleaved else 'half'}-{short}"
             q, w, angles, rstd = (
