@@ -13,7 +13,6 @@ from mindspeed_fx.cost.operators import once
 from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.attention import stored_bsnd
 from mindspeed_fx.kernels.base import operator
-from mindspeed_fx.kernels.sharding import along
 
 REPEATED = 8
 """Times that each number stands in the statistics."""

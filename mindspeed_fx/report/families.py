@@ -59,6 +59,7 @@ SUPPORTING = (
     "lowering.bool_collectives",
     "lowering.main_grad",
     "lowering.repeated_layers",
+    "lowering.rope_pairs",
     "lowering.shared_sums",
     "overlap.step",
     "sharding.constraint",

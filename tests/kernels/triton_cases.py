@@ -120,6 +120,13 @@ def rope(name: str, x: tuple, angles: tuple, interleaved: bool, transposed: bool
     return Case(f"rope-{name}", "rope", make, lambda args, out, grad: (grad, *args, False))
 
 
+def rope_pair(name: str, q: tuple, k: tuple, angles: tuple, interleaved: bool, backward: bool) -> Case:
+    def make(new):
+        return new(*q).transpose(1, 2), new(*k).transpose(1, 2), new(*angles), new(*angles), interleaved, backward
+
+    return Case(f"rope_pair-{name}", "rope_pair", make, None)
+
+
 def attention_lse(name: str, batch: int, heads: int, seq: int) -> Case:
     def make(new):
         top, total = new(batch, heads, seq, 1), new(batch, heads, seq, 1).abs() + 1
@@ -265,6 +272,8 @@ CASES = [
     rope("interleaved-bhsd", (2, 5, 6, 48), (6, 48), True),
     rope("many-heads", (5, 1, 40, 256), (5, 1, 1, 256), False),
     rope("tokens", (70, 6), (70, 6), True),
+    rope_pair("half", (2, 6, 5, 64), (2, 6, 2, 64), (2, 1, 6, 64), False, False),
+    rope_pair("one-key-head", (1, 7, 3, 48), (1, 7, 1, 48), (1, 1, 7, 48), True, True),
     attention_lse("odd", 2, 5, 70),
     attention_lse("heads", 1, 32, 33),
     qk_norm_rope("sbhd", (6, 2, 5, 64), (6, 1, 1, 64), False),
