@@ -82,6 +82,7 @@ PASSES = (
     Entry("sharding.constraint",                 "captured",    0, EXACT, "the plan's edges, on what fusion made"),
     Entry("sharding.token_dispatch",             "captured",    0, EXACT, "edges of mixtures by all-to-all"),
     Entry("fusion.linear_cross_entropy_backward", "joint",      1, CLOSE, "needs the backward that autograd made"),
+    Entry("lowering.narrow_indices",             "joint",       1, EXACT, "before the partition, which keeps them"),
     Entry("sharding.regather",                   "joint",       0, EXACT, "marks gathers to recompute, before verify"),
     Entry("sharding.verify",                     "joint",       0, EXACT, "reads the collectives of both directions"),
     Entry("recompute.budget",                    "partition",   0, EXACT, "a memory budget, if one is given"),

@@ -42,9 +42,7 @@ def attention_lse_rows(
         total = tl.max(tl.load(total_ptr + whole * REPEATED + place, mask=mask, other=1.0), axis=2)
         lse = tl.trans(top + tl.log(total))
         lines, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, ALL)[None, :]
-        tl.store(
-            lse_ptr + whole + (first + lines) * N + columns, lse, mask=(columns < N) & (first + lines < seq)
-        )
+        tl.store(lse_ptr + whole + (first + lines) * N + columns, lse, mask=(columns < N) & (first + lines < seq))
 
 
 def forward(top: Tensor, total: Tensor) -> Tensor:

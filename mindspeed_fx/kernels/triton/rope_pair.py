@@ -116,9 +116,7 @@ def rope_rotate_pair(
     )
 
 
-def rotate(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool
-) -> tuple[Tensor, Tensor]:
+def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool) -> tuple[Tensor, Tensor]:
     """``mindspeed::rope_pair``: q and k [..., dim] rotated, each in its own layout."""
     dtype = q.dtype if backward else torch.promote_types(q.dtype, cos.dtype)
     results = torch.empty_like(q, dtype=dtype), torch.empty_like(k, dtype=dtype)
