@@ -6,7 +6,6 @@ Source: ``npu_fusion_attention_v3`` of torch_npu, whose softmax_max and softmax_
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from mindspeed_fx.cost.operators import once

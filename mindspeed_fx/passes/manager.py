@@ -92,6 +92,7 @@ PASSES = (
     Entry("lowering.main_grad",                  "partitioned", 0, EXACT, "in-place gradients, before scheduling"),
     Entry("lowering.onednn",                     "partitioned", 1, CLOSE, "weight gradients, while products are whole"),
     Entry("lowering.narrow_products",            "partitioned", 1, CLOSE, "as lowering.onednn, for 16-bit types"),
+    Entry("lowering.joined_slices",              "partitioned", 1, EXACT, "gradients of parts are one tensor"),
     Entry("lowering.rope_pairs",                 "partitioned", 1, CLOSE, "queries and keys by one launch"),
     Entry("lowering.shared_sums",                "partitioned", 0, EXACT, "a copy is cheaper than a second sum"),
     Entry("overlap.split",                       "partitioned", 2, EXACT, "frees a linear's two backward products"),

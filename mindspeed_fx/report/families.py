@@ -58,6 +58,7 @@ SUPPORTING = (
     "canonicalize.softmax",
     "canonicalize.stacked_rows",
     "lowering.bool_collectives",
+    "lowering.joined_slices",
     "lowering.main_grad",
     "lowering.repeated_layers",
     "lowering.narrow_indices",

@@ -5,7 +5,6 @@ Source: the formula of mindspeed_fx/kernels/attention_lse.py.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -1,8 +1,8 @@
 """Two rotations by the same angles become one launch: queries and keys, forward and backward.
 
-Safe because the values do not change: what the second reads and the first does not make is moved before the first, where
-it neither writes nor draws random numbers. On npu
-alone, where each rotation is a call of its own; generated code joins them by itself.
+Safe because the values do not change: what the second reads and the first does not make is moved before the first,
+where it neither writes nor draws random numbers. On npu alone, where each rotation is a call of its own; generated code
+joins them by itself.
 """
 
 from __future__ import annotations
