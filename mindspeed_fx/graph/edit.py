@@ -15,20 +15,21 @@ aten = torch.ops.aten
 def drop_dead(gm: fx.GraphModule) -> None:
     """Remove nodes without users; switches, mutations, random numbers and higher-order operators stay."""
     for node in reversed(list(gm.graph.nodes)):
-        if not node.users and _pure(node):
+        if not node.users and is_pure(node):
             gm.graph.erase_node(node)
 
 
 def release(node: fx.Node) -> None:
     """As :func:`drop_dead` for ``node`` and what only it read."""
-    if not node.users and not node._erased and _pure(node):
+    if not node.users and not node._erased and is_pure(node):
         inputs = node.all_input_nodes
         node.graph.erase_node(node)
         for n in inputs:
             release(n)
 
 
-def _pure(node: fx.Node) -> bool:
+def is_pure(node: fx.Node) -> bool:
+    """Whether a call neither writes, nor draws random numbers, nor switches anything."""
     if isinstance(node.target, torch._ops.OpOverload):
         return not (
             node.target._schema.is_mutable

@@ -22,6 +22,9 @@ _LOSSLESS = (
 )
 """Types among which widening keeps every value."""
 
+EITHER = {"npu.npu_moe_token_permute.default": 1}
+"""Operator -> the argument that it takes as int32 and as int64 alike."""
+
 
 def cleanup(gm: fx.GraphModule, added: list[fx.Node]) -> None:
     """Clean up after ``added``, the calls that lowering put into ``gm``."""
@@ -29,16 +32,17 @@ def cleanup(gm: fx.GraphModule, added: list[fx.Node]) -> None:
     _share_equal(gm, added)
     near, results = set(added), set(gm.graph.output_node().all_input_nodes)
     for node in list(gm.graph.nodes):
-        if (
-            node.op == "call_function"
-            and (node in near or any(n in near for n in node.all_input_nodes))
-            and not node._erased
-        ):
-            source = _undone(node) or _match_restore(gm, node)
+        if node.op != "call_function" or node._erased:
+            continue
+        close = node in near or any(n in near for n in node.all_input_nodes)
+        if close or node.target is aten._to_copy.default:
+            source = (_undone(node) if close else None) or _match_restore(gm, node)
             # A result must stay a tensor of its own: neither an input of the graph nor another result.
             taken = source is not None and node in results and (source.op == "placeholder" or source in results)
             if source is not None and not taken and layout(source.meta["val"]) == layout(node.meta["val"]):
                 node.replace_all_uses_with(source)
+        elif str(node.target) in EITHER:
+            _read_narrow(gm, node, EITHER[str(node.target)])
     for node in list(gm.graph.nodes):
         if node.target is aten.clone.default and node not in results:
             _share_copy(gm, node, near)
@@ -111,6 +115,26 @@ def _share_copy(gm: fx.GraphModule, node: fx.Node, near: set[fx.Node]) -> None:
     node.replace_all_uses_with(source)
 
 
+def _read_narrow(gm: fx.GraphModule, node: fx.Node, at: int) -> None:
+    """Let ``node`` read integers as they were before they were widened."""
+    wide, shapes = node.args[at], []
+    while wide.target in TO_SHAPE:
+        shapes.append(wide)
+        wide = wide.args[0]
+    if wide.target is aten._to_copy.default and wide.args[0].meta["val"].dtype == torch.int32:
+        node.update_arg(at, _shaped(gm, node, wide.args[0], shapes))
+
+
+def _shaped(gm: fx.GraphModule, node: fx.Node, source: fx.Node, shapes: list[fx.Node]) -> fx.Node:
+    """``source`` in the last of ``shapes``, innermost last, made before ``node``."""
+    dtype = source.meta["val"].dtype
+    for shape in reversed(shapes):
+        with gm.graph.inserting_before(node):
+            source = gm.graph.call_function(shape.target, (source, *shape.args[1:]), shape.kwargs)
+        source.meta = {**shape.meta, "val": shape.meta["val"].to(dtype)}
+    return source
+
+
 def _match_restore(gm: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     """The value that was widened, maybe given another shape, and comes back to its type."""
     if node.target is not aten._to_copy.default or set(node.kwargs) != {"dtype"}:
@@ -125,11 +149,7 @@ def _match_restore(gm: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     dtype = source.meta["val"].dtype
     if node.kwargs["dtype"] != dtype or not _holds(wide.kwargs["dtype"], dtype):
         return None
-    for shape in reversed(shapes):
-        with gm.graph.inserting_before(node):
-            source = gm.graph.call_function(shape.target, (source, *shape.args[1:]), shape.kwargs)
-        source.meta = {**shape.meta, "val": shape.meta["val"].to(dtype)}
-    return source
+    return _shaped(gm, node, source, shapes)
 
 
 def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:

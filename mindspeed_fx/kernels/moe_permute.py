@@ -19,7 +19,7 @@ from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
 def _inverse(permutation: Tensor) -> Tensor:
     """The inverse of a permutation [pairs]."""
     return torch.empty_like(permutation).scatter(
-        0, permutation, torch.arange(permutation.shape[0], dtype=permutation.dtype, device=permutation.device)
+        0, permutation.long(), torch.arange(permutation.shape[0], dtype=permutation.dtype, device=permutation.device)
     )
 
 

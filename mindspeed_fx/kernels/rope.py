@@ -133,7 +133,8 @@ def _divisible(x, interleaved):
     return [*range(x.ndim - 1), *([Even(x.ndim - 1, 2)] * interleaved)]
 
 
-def _refuse(x, cos, sin):
+def refuse(x, cos, sin):
+    """Why the Triton kernel does not take these; None when it does."""
     if x.shape[-1] > 1024:
         return f"heads of {x.shape[-1]} elements, the kernel takes up to 1024"
     if x.dim() > 4:
@@ -148,7 +149,7 @@ triton.kernel(
     _fake,
     "rope.forward",
     "all heads of a token share the angles",
-    lambda x, cos, sin, interleaved: _refuse(x, cos, sin),
+    lambda x, cos, sin, interleaved: refuse(x, cos, sin),
     beats_codegen=False,
 )
 triton.kernel(
@@ -157,7 +158,7 @@ triton.kernel(
     "rope.backward",
     "the rotation the other way",
     lambda grad, x, cos, sin, interleaved, need_angles: (
-        "the angles have gradients" if need_angles else _refuse(grad, cos, sin)
+        "the angles have gradients" if need_angles else refuse(grad, cos, sin)
     ),
     beats_codegen=False,
 )

@@ -63,6 +63,11 @@ def many():
     found["qk_norm_rope_backward interleaved, partial"] = kernels.call(
         "qk_norm_rope_backward", q, q, w, rstd, angles, angles, True, True
     )
+    keys = _new(1, 4096, 8, 128).transpose(1, 2)
+    found["rope_pair"] = kernels.call("rope_pair", q, keys, _new(1, 1, 4096, 128), _new(1, 1, 4096, 128), False, False)
+    for heads in (32, 40):
+        top = _new(1, heads, 4096, 8, dtype=f32)
+        found[f"attention_lse {heads}"] = kernels.call("attention_lse", top, top)
     logits, target, lse = _new(4096, 128256), _new(4096, dtype=torch.int64), _new(4096, dtype=f32)
     found["cross_entropy 128256"] = kernels.call("cross_entropy", logits, target, -100, 0.1)
     found["cross_entropy_backward 128256"] = kernels.call("cross_entropy_backward", lse, logits, target, lse, -100, 0.0)

@@ -83,7 +83,7 @@ def worker(*mode):
 )
 def test_values_in_the_interpreter(case, dtype, mode):
     distances = worker(mode)[f"{case}-{dtype}"]
-    assert len(distances) >= 2 and all(d <= 1 for d in distances.values()), distances
+    assert distances and all(d <= 1 for d in distances.values()), distances
 
 
 @needs_triton

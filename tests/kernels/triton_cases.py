@@ -24,8 +24,9 @@ class Case:
     operator: str
     make: Callable[[Callable[..., torch.Tensor]], tuple]
     """From a maker of random tensors, ``new(*shape)``, to the arguments of the forward."""
-    backward: Callable[[tuple, tuple, torch.Tensor], tuple]
-    """From arguments, results and the gradient of the first result to the arguments of the backward."""
+    backward: Callable[[tuple, tuple, torch.Tensor], tuple] | None
+    """From arguments, results and the gradient of the first result to the arguments of the backward; None: it has
+    none."""
     rounded: bool = False
     """What float32 results are made from was rounded to the type of the inputs on its way."""
 
@@ -117,6 +118,21 @@ def rope(name: str, x: tuple, angles: tuple, interleaved: bool, transposed: bool
         return (new(*x).transpose(1, 2) if transposed else new(*x)), new(*angles), new(*angles), interleaved
 
     return Case(f"rope-{name}", "rope", make, lambda args, out, grad: (grad, *args, False))
+
+
+def rope_pair(name: str, q: tuple, k: tuple, angles: tuple, interleaved: bool, backward: bool) -> Case:
+    def make(new):
+        return new(*q).transpose(1, 2), new(*k).transpose(1, 2), new(*angles), new(*angles), interleaved, backward
+
+    return Case(f"rope_pair-{name}", "rope_pair", make, None)
+
+
+def attention_lse(name: str, batch: int, heads: int, seq: int) -> Case:
+    def make(new):
+        top, total = new(batch, heads, seq, 1), new(batch, heads, seq, 1).abs() + 1
+        return top.expand(-1, -1, -1, 8).contiguous(), total.expand(-1, -1, -1, 8).contiguous()
+
+    return Case(f"attention_lse-{name}", "attention_lse", make, None)
 
 
 def qk_norm_rope(
@@ -256,6 +272,10 @@ CASES = [
     rope("interleaved-bhsd", (2, 5, 6, 48), (6, 48), True),
     rope("many-heads", (5, 1, 40, 256), (5, 1, 1, 256), False),
     rope("tokens", (70, 6), (70, 6), True),
+    rope_pair("half", (2, 6, 5, 64), (2, 6, 2, 64), (2, 1, 6, 64), False, False),
+    rope_pair("one-key-head", (1, 7, 3, 48), (1, 7, 1, 48), (1, 1, 7, 48), True, True),
+    attention_lse("odd", 2, 5, 70),
+    attention_lse("heads", 1, 32, 33),
     qk_norm_rope("sbhd", (6, 2, 5, 64), (6, 1, 1, 64), False),
     qk_norm_rope("transposed", (2, 6, 5, 128), (2, 1, 6, 128), False, transposed=True),
     qk_norm_rope("partial", (2, 6, 3, 80), (1, 1, 6, 32), False, transposed=True),
@@ -299,6 +319,8 @@ def distances(case: Case, dtype: torch.dtype, device: str) -> dict[str, float]:
     have, want = _run(case.operator + own, args), _run(case.operator, exact)
     to = dtype if case.rounded else None
     found = {f"out{i}": _distance(h, w, to) for i, (h, w) in enumerate(zip(have, want, strict=True))}
+    if case.backward is None:
+        return found
     grad = new(*have[0].shape).to(have[0].dtype)
     have = _run(f"{case.operator}_backward{own}", case.backward(args, have, grad))
     want = _run(case.operator + "_backward", case.backward(exact, want, _double(grad)))

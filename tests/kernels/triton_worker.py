@@ -124,8 +124,13 @@ def launches() -> list[tuple[str, object, tuple, int, dict]]:
                 label = f"{'interleaved' if interleaved else 'half'}-{short}"
                 x, cos = new(4096, 2, 32, 128, dtype=dtype), new(4096, 1, 1, 128, dtype=F32)
                 run["rope"].forward(x, cos, cos, interleaved)
+                if interleaved != (dtype == F32):
+                    run["rope_pair"].rotate(x, x[:, :, :8], cos, cos, interleaved, False)
                 label = "backward-" + label
                 run["rope"].backward(x, x, cos, cos, interleaved, False)
+            if dtype == F32:
+                label, top = "32 heads", new(1, 32, 4096, 8, dtype=F32)
+                run["attention_lse"].forward(top, top)
             turned, interleaved = (128, False) if dtype == BF16 else (32, True)
             label = f"{turned}-{'interleaved' if interleaved else 'half'}-{short}"
             q, w, angles, rstd = (

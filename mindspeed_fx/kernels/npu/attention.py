@@ -20,6 +20,7 @@ from torch import Tensor
 from mindspeed_fx.compat.fake import hint
 from mindspeed_fx.compat.symbols import statically_known_true
 from mindspeed_fx.kernels.attention import attention, attention_backward, stored_bsnd
+from mindspeed_fx.kernels.attention_lse import attention_lse
 from mindspeed_fx.kernels.cpu.attention import _blocked_backward_supports, _blocked_supports
 from mindspeed_fx.kernels.cpu.attention_blocked import attention_blocked, attention_blocked_backward
 from mindspeed_fx.kernels.npu import check_types, first, in_acl_graph, lowering, within
@@ -194,10 +195,16 @@ def _attention(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
     out, top, total, *_ = npu.npu_fusion_attention_v3(
         *qkv, q.shape[1], layout, scale=scale, sink=None if sinks is None else sinks.float(), **arg
     )
-    lse = top[..., 0] + total[..., 0].log()
+    lse = _log_sum_exp(top, total)
     if mask is not None:
-        lse = lse.masked_fill(~(lse > LOWEST), 0.0)
-    return _back(out, layout, q.shape[1]), stored_bsnd(lse)
+        lse = stored_bsnd(lse.masked_fill(~(lse > LOWEST), 0.0))
+    return _back(out, layout, q.shape[1]), lse
+
+
+def _log_sum_exp(top: Tensor, total: Tensor) -> Tensor:
+    """[batch, heads, seq] of the statistics: one launch where Triton is there."""
+    kernel, _ = attention_lse.choose("npu", (top, total), {})
+    return (kernel.build if kernel else attention_lse.reference)(top, total)
 
 
 @lowering(attention_backward, "npu_fusion_attention_grad_v3", _supports_backward, ("npu_fusion_attention_grad_v3",))

@@ -70,19 +70,24 @@ KERNELS: dict[str, tuple] = {}
 """Operator -> its kernel in words, what it supports, whether it beats generated code, and the operator that runs it."""
 
 
-def on_npu(of: Operator, only: Callable[..., str | None] = lambda *args, **kwargs: None) -> None:
+def on_npu(
+    of: Operator,
+    only: Callable[..., str | None] = lambda *args, **kwargs: None,
+    through: Callable[[Callable], Callable] = lambda kernel: kernel,
+) -> None:
     """The kernel of ``of`` on "npu" too, after the kernels that it has there already: where torch_npu has none.
 
     Args:
         of: an operator that has a :func:`kernel`.
         only: reason why these fake arguments are for torch_npu, or None.
+        through: from the kernel's operator to what is called, where its arguments need a change.
     """
     what, supports, beats_codegen, result = KERNELS[of.name]
     of.lower("npu")(
         f"triton, {what}",
         lambda *args, **kwargs: missing_on_npu() or only(*args, **kwargs) or supports(*args, **kwargs),
         beats_codegen,
-    )(result.overload)
+    )(through(result.overload))
 
 
 @functools.cache

@@ -37,7 +37,7 @@ def moe_combine_forward(
         cols = (item % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
         total = tl.zeros([BLOCK], tl.float32)
         for j in range(0, K):
-            row = tl.load(index_ptr + token * K + j)
+            row = tl.cast(tl.load(index_ptr + token * K + j), tl.int64)
             x = tl.load(permuted_ptr + row * STRIDE + cols, mask=cols < N, other=0.0).to(tl.float32)
             if PROBS:
                 x *= tl.load(probs_ptr + token * K + j).to(tl.float32)
@@ -64,7 +64,7 @@ def moe_combine_backward(
     for pair in range(tl.program_id(0), pairs, tl.num_programs(0)):
         at = tl.cast(pair, tl.int64)
         token = tl.cast(pair // K, tl.int64)
-        row = tl.load(index_ptr + at)
+        row = tl.cast(tl.load(index_ptr + at), tl.int64)
         share = 1.0
         if PROBS:
             share = tl.load(probs_ptr + at).to(tl.float32)

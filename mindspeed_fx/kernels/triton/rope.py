@@ -64,7 +64,7 @@ def element_place(item, inner, heads, HEADS: tl.constexpr):
 
 
 @triton.jit
-def rope_rotate(
+def rotate_rows(
     x_ptr,
     cos_ptr,
     sin_ptr,
@@ -112,6 +112,63 @@ def rope_rotate(
         store_pairs(y_ptr + o * y0 + i * y1 + h * y2 + lines * y2, ya, yb, inside, DIM, INTERLEAVED, HEADS, HALF)
 
 
+@triton.jit
+def rope_rotate(
+    x_ptr,
+    cos_ptr,
+    sin_ptr,
+    y_ptr,
+    outer,
+    inner,
+    heads,
+    x0,
+    x1,
+    x2,
+    y0,
+    y1,
+    y2,
+    c0,
+    c1,
+    c2,
+    s0,
+    s1,
+    s2,
+    DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    SHARED: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    rotate_rows(
+        x_ptr,
+        cos_ptr,
+        sin_ptr,
+        y_ptr,
+        outer,
+        inner,
+        heads,
+        x0,
+        x1,
+        x2,
+        y0,
+        y1,
+        y2,
+        c0,
+        c1,
+        c2,
+        s0,
+        s1,
+        s2,
+        DIM,
+        INTERLEAVED,
+        BACKWARD,
+        SHARED,
+        HEADS,
+        HALF,
+    )
+
+
 def forward(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """``mindspeed::rope``: x [..., dim] rotated, in the layout of x and the promoted type of x and cos."""
     y = torch.empty_like(x, dtype=torch.promote_types(x.dtype, cos.dtype))
@@ -131,11 +188,8 @@ def backward(
 
 def _run(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, interleaved: bool, backward: bool) -> None:
     x, cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, cos, sin))
-    # kernels/rope.py refuses both from the fake arguments; these guard a direct call of the operator.
-    if y.stride(-1) != 1:
-        raise NotImplementedError("rope: the last dimension of the result is not contiguous")
-    (outer, inner, heads), strides = leading(x, y, cos, sin)
-    dim, shared = x.shape[-1], strides[8] == strides[11] == 0
+    (outer, inner, heads), strides, shared = place(x, cos, sin, y)
+    dim = x.shape[-1]
     half = power_of_two(dim // 2)
     block = min(power_of_two(heads), max(1, TILE // (2 * half)))
     num_warps = warps(2 * half * block)
@@ -149,6 +203,15 @@ def _run(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, interleaved: bool, back
         "HALF": half,
     }
     launch(rope_rotate, grid, x, cos, sin, y, outer, inner, heads, *strides, num_warps=num_warps, **constants)
+
+
+def place(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor) -> tuple[list[int], list[int], bool]:
+    """What :func:`rotate_rows` has to know of its tensors: sizes, strides, and whether all heads share the angles."""
+    # kernels/rope.py refuses this from the fake arguments; it guards a direct call of the operator.
+    if y.stride(-1) != 1:
+        raise NotImplementedError("rope: the last dimension of the result is not contiguous")
+    sizes, strides = leading(x, y, cos, sin)
+    return sizes, strides, strides[8] == strides[11] == 0
 
 
 def leading(x: Tensor, y: Tensor, *others: Tensor) -> tuple[list[int], list[int]]:
