@@ -56,13 +56,11 @@ docs: $(VENV)/ready
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
 	@echo "open build/site/index.html"
 
-# torch's own tests with this backend in place of Inductor and aot_eager: TORCH_SRC is a checkout of the installed version.
-# Some of them need a package that nothing else does, which has a directory of its own.
-EXPECTTEST ?= build/expecttest
+# torch's own tests with this backend in place of Inductor and aot_eager: its databases of operators and modules, and, of
+# TORCH_SRC, a checkout of the installed version, its files.
 test-suites: $(VENV)/ready
-	@test -n "$(TORCH_SRC)" || { echo "make test-suites TORCH_SRC=...: a checkout of torch's source"; exit 2; }
-	$(VENV)/bin/pip install -q --disable-pip-version-check --no-deps --upgrade --target $(EXPECTTEST) expecttest
-	CI=1 OMP_NUM_THREADS=1 PYTHONPATH=$(EXPECTTEST) $(RUN) -m tests.torch_suites.suite $(TORCH_SRC) $(ARGS)
+	CI=1 OMP_NUM_THREADS=1 $(RUN) -m tests.torch_suites.suite tests/torch_suites/installed operators.py modules.py $(ARGS)
+	$(if $(TORCH_SRC),CI=1 OMP_NUM_THREADS=1 $(RUN) -m tests.torch_suites.suite $(TORCH_SRC) $(ARGS))
 
 # Libraries around the backend (tests/scenarios), each scenario with eager PyTorch and with ours. None of the libraries is a
 # dependency; they have a directory of their own, without what they depend on, so that torch stays what it is.

@@ -1,9 +1,9 @@
 """Every configuration of every optimizer that torch's own tests compile, and every schedule of a learning rate that is
 a tensor, against the eager optimizer: what inductor/test_compiled_optimizers.py covers, but its counts of kernels.
 
-    PYTHONPATH=EXPECTTEST python -m tests.torch_suites.optimizers [--levels 1,2] [--device cpu]
+    python -m tests.torch_suites.optimizers [--levels 1,2] [--device cpu]
 
-The configurations come from the installed torch (``torch.testing._internal``, which needs the package expecttest).
+The configurations come from the installed torch (``torch.testing._internal``).
 """
 
 from __future__ import annotations

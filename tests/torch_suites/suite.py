@@ -1,8 +1,10 @@
 """Run torch's own tests with this backend in place of Inductor and aot_eager, and say which pass there and not here.
 
     python -m tests.torch_suites.suite TORCH_SRC [test/dynamo/test_repros.py ...] [--levels 2 1 0] [--everywhere]
+    python -m tests.torch_suites.suite tests/torch_suites/installed operators.py modules.py
 
-``TORCH_SRC`` is a checkout of torch's source of the installed version. Every file runs in a process of its own, one at
+``TORCH_SRC`` is a checkout of torch's source of the installed version, or the folder beside this file with what the
+installed torch brings. Every file runs in a process of its own, one at
 a time, with ours at each level, and what fails then again with torch's backends; a test that ends its process, or takes
 longer than ``--limit`` seconds, costs only itself. Only tests that reach a backend count. What is known to differ, and
 why, is in ``suite_exceptions.txt``; the exit status is 1 where anything else passes with torch's backends and not here.

@@ -1,5 +1,5 @@
-"""Every module of torch's own database: compiled against eager, with gradients of inputs and parameters, in training and
-evaluation; see operators.py."""
+"""Every module of torch's own database: compiled against eager, with gradients of inputs and parameters, in training
+and evaluation; see operators.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every operator of torch's own database, as torch's tests of Inductor run them: compiled against eager, with gradients.
+"""Every operator of torch's own database, as torch's tests of Inductor run them: compiled and eager, with gradients.
 
     python -m tests.torch_suites.suite tests/torch_suites/installed operators.py modules.py
 
@@ -23,7 +23,9 @@ UNDEFINED = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_str
 def check(info: Any, dtype: torch.dtype, backend: Any, inplace: bool = False) -> None:
     """Raises where an operator compiled by ``backend`` is not as it is eager."""
     op: Callable[..., Any] = info.inplace_variant if inplace else info.get_op()
-    differentiable = dtype.is_floating_point and info.supports_autograd and dtype in info.supported_backward_dtypes("cpu")
+    differentiable = (
+        dtype.is_floating_point and info.supports_autograd and dtype in info.supported_backward_dtypes("cpu")
+    )
 
     def call(x: Any, *args: Any, **kwargs: Any) -> Any:
         return op(x * 1 if inplace else x, *args, **kwargs)  # autograd refuses writes into leaves
