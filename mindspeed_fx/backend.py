@@ -181,7 +181,8 @@ class Compilation:
                 inputs,
                 inner=self.run_inductor,
                 config=config,
-                caches=self.caches and (plan is None or plan.is_cacheable) and self.late is None,
+                caches=self.caches and (plan is None or plan.is_cacheable),
+                joint_cache=self.late is None,
                 decompositions=table,
                 **hooks,
             )
@@ -338,12 +339,11 @@ class Compilation:
                 self.finish_side(gm, side)
             if recorder.is_modelling():
                 return inductor_compat.box_arguments(gm)
+            shared = self.caches and (self.sharding.is_cacheable if self.sharding else self.late is not None)
             if self.late is not None and side == "backward":
                 later = inductor_compat.compile_later(compile, gm, inputs, kwargs)
-                return late_gradients.run_in_parts(gm, self.late, later)
-            shares = self.caches and self.sharding is not None and self.sharding.is_cacheable
-            once = inductor_cache.compiled_once(gm, inputs) if shares else contextlib.nullcontext()
-            with once, recorder.record_codegen(self.record):
+                return late_gradients.run_in_parts(gm, self.late, inductor_cache.each_once(later, shared))
+            with inductor_cache.compiled_once(gm, inputs, shared), recorder.record_codegen(self.record):
                 compiled = compile(gm, inputs, **kwargs)
         self.record.kernels[side] = inductor_compat.kernel_nodes()
         return compiled

@@ -74,6 +74,7 @@ def compile_with_inductor(
     partitioner: Any,
     config: dict,
     caches: bool,
+    joint_cache: bool = True,
     post_grad: Any = None,
     decompositions: dict | None = None,
 ) -> Callable:
@@ -86,6 +87,8 @@ def compile_with_inductor(
             none.
         config: further ``torch._inductor.config`` entries.
         caches: False compiles anew and stores nothing.
+        joint_cache: False leaves out AOTAutograd's, which knows a backward as one function; Inductor's, of the code of
+            each graph, stays.
         post_grad: CustomPass that runs last on each graph before Inductor lowers it; None: none.
         decompositions: besides Inductor's own.
 
@@ -110,6 +113,7 @@ def compile_with_inductor(
     functorch = {"autograd_cache_allow_custom_autograd_functions": True}
     if not caches:
         patches.update(fx_graph_cache=False, fx_graph_remote_cache=False)
+    if not caches or not joint_cache:
         functorch.update(enable_autograd_cache=False, enable_remote_autograd_cache=False)
     known = functorch_config.get_config_copy()
     with functorch_config.patch(**{k: v for k, v in functorch.items() if k in known}):

@@ -7,7 +7,7 @@ import hashlib
 import os
 import tempfile
 import warnings
-from typing import Any, Iterator, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import torch
 import torch.fx as fx
@@ -16,15 +16,21 @@ from mindspeed_fx.private_files import distrust, make_private, process_folder
 
 
 @contextlib.contextmanager
-def compiled_once(gm: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
+def compiled_once(gm: fx.GraphModule, inputs: Sequence[Any], shared: bool = True) -> Iterator[None]:
     """Processes of one machine that compile one graph do so one after the other: the first compiles, and the others
     find its result in the cache. Without a lock all compile it at once.
 
     Other graphs are not waited for, nor is a process that died; after ``WAIT`` seconds a graph is compiled all the
     same.
+
+    Args:
+        shared: whether others may compile it; False: nothing is locked.
     """
     from torch.utils._filelock import FileLock
 
+    if not shared:
+        yield
+        return
     shown = [f"{x.dtype} {tuple(x.shape)} {x.stride()} {x.device}" if torch.is_tensor(x) else str(x) for x in inputs]
     text = "\n".join([gm.print_readable(print_output=False, include_device=True), *shown])
     folder = os.path.join(cache_directory(), "mindspeed_fx-once")
@@ -39,6 +45,17 @@ def compiled_once(gm: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
     finally:
         if lock is not None:
             lock.release()
+
+
+def each_once(lower: Callable[[fx.GraphModule], Callable], shared: bool) -> Callable[[fx.GraphModule], Callable]:
+    """``lower``, a compiler of graphs whose inputs are said by their nodes, with :func:`compiled_once` around each."""
+
+    def run(gm: fx.GraphModule) -> Callable:
+        inputs = [n.meta.get("val") for n in gm.graph.nodes if n.op == "placeholder"]
+        with compiled_once(gm, inputs, shared):
+            return lower(gm)
+
+    return run
 
 
 WAIT = 600.0

@@ -292,7 +292,8 @@ class Trace:
             compilation = Compilation(self.options.resolve(device_of(examples)))
             held = functools.partial(_values_of, program, weights)
             compilation.late = Late(stage.late, weights, held, may_be_whole=True)
-            compilation.record.effective["caches"] = "off: a stage's backward may come in parts"
+            if compilation.caches:
+                compilation.record.effective["caches"] = "Inductor's alone: a stage's backward may come in parts"
             compilation.between = incoming is not _whole, outgoing is not _whole
             program.run = compilation.compile(part.gm, examples)
             program.received = tuple(_on_meta(x) for x in examples[len(part.inputs) :])

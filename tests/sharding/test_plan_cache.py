@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,37 @@ def test_a_second_start_hits(mesh, plan, shared, start):
 def test_plans_do_not_share(start):
     for first, second in start(({"dp": 2}, "zero2", 4), ({"dp": 2}, "zero3", 4)):
         assert first["aot"] == second["aot"] == MISS
+
+
+@pytest.fixture
+def start_stages(tmp_path):
+    """``start_stages(sizes, plan, *starts)``: as ``start``, of stages of a pipeline."""
+
+    def run(sizes, plan, *starts):
+        Path(tmp_path, "store").unlink(missing_ok=True)
+        count = math.prod(sizes.values())
+        ranks.spawn(cache_ranks.stages_worker, (str(tmp_path), sizes, plan, starts), nprocs=count)
+        return [json.loads(Path(tmp_path, f"counts{rank}.json").read_text()) for rank in range(count)]
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleInterleavedZeroBubble"])
+def test_a_second_start_of_stages_hits(schedule, start_stages):
+    """Inductor's cache, of every graph, the parts of a backward among them; AOTAutograd's is left out."""
+    first = start_stages({"pp": 2}, None, (schedule, "small"))
+    assert all(counts[0]["fx"][1] > 0 for counts in first), first
+    for counts, before in zip(start_stages({"pp": 2}, None, (schedule, "small")), first):
+        (again,) = counts
+        assert again["fx"] == [sum(before[0]["fx"]), 0, 0] and again["aot"] == [0, 0, 0], (again, before)
+
+
+@pytest.mark.slow
+def test_equal_stages_compile_once(start_stages):
+    """Of four stages of a layer each those in the middle are one: a rank compiles them, and the other waits for it."""
+    counts = [c[0]["fx"] for c in start_stages({"pp": 4}, None, ("Schedule1F1B", "llama"))]
+    assert [c[1] for c in counts[1:3]] in ([2, 0], [0, 2], [1, 1]) and counts[0][1] == counts[3][1] == 2, counts
 
 
 # ------------------------------------------------------------------ the key
