@@ -225,7 +225,7 @@ def test_of_regions_that_are_alike_few_are_tried_alone(eight, monkeypatch):
         return step, [str(site) for site in report.rewrites], int(ways.split()[0].strip("("))
 
     kept = chunk_search.FEW
-    for sizes, saved in (([(128, 1, 2048), (2048,), (688, 2048), (2048, 688)], 10), (LARGE, 0)):
+    for sizes, saved in (([(128, 1, 2048), (2048,), (688, 2048), (2048, 688)], 5), (LARGE, 0)):
         every, few = modelled(100, sizes), modelled(kept, sizes)
         assert few[:2] == every[:2] and few[2] <= every[2] - saved
         assert bool(few[1]) == (sizes is LARGE)
