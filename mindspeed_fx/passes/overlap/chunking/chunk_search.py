@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from typing import Any, Callable, Iterator, Sequence
 
 import torch.fx as fx
@@ -35,11 +37,15 @@ QUICK = 6
 """How often the search may place each task where the nodes of all ways are limited: as often as in a large graph, whose
 schedule is to be foretold. So often it is also placed at first, in every way.
 """
-NEAR = 0.01
-"""A way is searched with the whole effort where, with as little as QUICK for both, its step is at most this share
-longer than without chunks. The 26 ways of a backward of 724 nodes take 2 s each without it; no step of twelve that were
-tried comes out longer with it (benchmarks/results/2026-11-25-overlap_search.txt).
+NEAR = 1e-3
+"""A way is searched with the whole effort where, with as little as QUICK for both, its step is shorter than without
+chunks by this share at least. Of 39 steps none comes out longer with it and FEW than without, but for one by 0.4 %
+(benchmarks/results/2026-11-26-chunk_search.txt).
 """
+
+FEW = 2
+"""Ways of one kind, all together and then single ones, that bring nothing before the others of the kind are passed
+over."""
 
 
 def disjoint(starts: Sequence[fx.Node], reach: str) -> Iterator[Region]:
@@ -113,26 +119,14 @@ class Trials:
         seconds, chosen = self.plain.seconds, []
         if self.full() is None:
             for reach in self.reaches:
-                classes = alike(results[reach])
-                for parts in self.parts:
-                    now = (
-                        self.way(outputs := [(r, parts) for r in results[reach] if parts in r.most_parts(PARTS)])
-                        if classes
-                        else None
-                    )
+                for parts in self.parts if results[reach] else ():
+                    outputs = [(r, parts) for r in results[reach] if parts in r.most_parts(PARTS)]
+                    now = self.way(outputs, below=self._most())
                     if now is not None and now < seconds:
                         seconds, chosen = now, outputs
             kinds = [same for reach in self.reaches for same in alike(results[reach])]
-            if self.within is None:
-                kinds += [
-                    [r]
-                    for same in kinds
-                    if len(same) > 1
-                    for r in same
-                    if self._exposed(r) > GAIN / 2 * self.plain.seconds
-                ]  # where memory is full, as at a backward's begin
             ends = [self._refined(seconds, chosen)] if chosen else []
-            ends.append(self._refined(*self._added(self.plain.seconds, [], kinds)))
+            ends.append(self._refined(*self._added(self.plain.seconds, kinds)))
             seconds, chosen = min(ends, key=lambda end: end[0])
         if chosen:  # a quick search may find less for one of the two
             self.effort, self.within = self.sure, None
@@ -154,30 +148,48 @@ class Trials:
         )
         return chosen
 
+    def _most(self) -> float:
+        """Seconds that a step must stay under to save GAIN. Where one stream alone has as much to do, adding regions
+        does not help: they take no work away."""
+        return self.plain.seconds * (1 - GAIN)
+
     def _exposed(self, region: Region) -> float:
         """Seconds for which the region's collectives are exposed without chunks."""
         starts = set(region.starts)
         return sum(seconds for i, seconds in self.plain.exposed.items() if self.nodes[i] in starts)
 
-    def _added(
-        self, seconds: float, chosen: list[tuple[Region, Parts]], kinds: list[list[Region]]
-    ) -> tuple[float, list[tuple[Region, Parts]]]:
+    def _added(self, seconds: float, kinds: list[list[Region]]) -> tuple[float, list[tuple[Region, Parts]]]:
         """One kind of region after the other, where it makes the step shorter: what is in chunks costs work, so that
-        few may be better than all.
+        few may be better than all. Then single ones, as where memory is full at a backward's begin.
         """
-        now = list(chosen)
-        for same in kinds:
-            if any(set(r.cuts) & set(s.cuts) for r in same for s, _ in now):
+        now: list[tuple[Region, Parts]] = []
+        failed: Counter[int] = Counter()
+        for k, same in [*enumerate(kinds), *self._single(kinds)]:
+            if failed[k] >= FEW or any(set(r.cuts) & set(s.cuts) for r in same for s, _ in now):
                 continue
-            tried = [
-                (result, parts)
-                for parts in same[0].most_parts(PARTS[:2])
-                if (result := self.way([*now, *((r, parts) for r in same)])) is not None
-            ]
-            if tried and min(tried)[0] < seconds * (1 - 1e-3):
-                seconds, parts = min(tried)
-                now += [(r, parts) for r in same]
+            shortest, best = math.inf, now
+            for parts in same[0].most_parts(PARTS[:2]):
+                trial = [*now, *((r, parts) for r in same)]
+                result = self.way(trial, below=seconds * (1 - 1e-3), most_work=self._most())
+                if result is not None and result < shortest:
+                    shortest, best = result, trial
+                if result is not None and result >= seconds * (1 - 1e-3):
+                    failed[k] += len(same) == 1 or result < math.inf
+                    break  # nor will more chunks pay
+            if shortest < seconds * (1 - 1e-3):
+                seconds, now = shortest, best
         return seconds, now
+
+    def _single(self, kinds: list[list[Region]]) -> list[tuple[int, list[Region]]]:
+        """Regions that are exposed, each alone, the most exposed of a kind first, with the number of their kind."""
+        if self.within is not None:
+            return []
+        return [
+            (k, [r])
+            for k, same in enumerate(kinds)
+            for r in sorted(same, key=self._exposed, reverse=True)
+            if len(same) > 1 and self._exposed(r) > GAIN / 2 * self.plain.seconds
+        ]
 
     def _refined(self, seconds: float, chosen: list[tuple[Region, Parts]]) -> tuple[float, list[tuple[Region, Parts]]]:
         """Each kind of region by itself: another number of chunks, or none."""
@@ -192,16 +204,18 @@ class Trials:
                     seconds, now = result, trial
         return seconds, [(r, p) for r, p in now if p != 1]
 
-    def way(self, chosen: list[tuple[Region, Parts]]) -> float | None:
-        """Modelled step with these in chunks; every way is tried once."""
+    def way(
+        self, chosen: list[tuple[Region, Parts]], *, below: float = math.inf, most_work: float = math.inf
+    ) -> float | None:
+        """Modelled step with these in chunks; every way is tried once. ``below``, ``most_work``: see :meth:`step`."""
         key = frozenset((next(iter(r.cuts)), len(r.cuts), parts) for r, parts in chosen)
         if key not in self.tried or self.tried[key][0] < self.effort:
             if self.within is not None and self.size >= self.within:
                 return None
-            self.tried[key] = (self.effort, self._simulated(chosen))
+            self.tried[key] = (self.effort, self._simulated(chosen, min(below, self.plain.seconds), most_work))
         return self.tried[key][1]
 
-    def _simulated(self, chosen: list[tuple[Region, Parts]]) -> float | None:
+    def _simulated(self, chosen: list[tuple[Region, Parts]], below: float, most_work: float) -> float | None:
         def edit(copy: fx.GraphModule, at: Callable[[fx.Node], fx.Node]) -> None:
             put = Draft(copy, self.values)
             for region, parts in chosen:
@@ -217,9 +231,9 @@ class Trials:
 
         if not chosen:
             return self.plain.seconds
-        if self.busiest_link(chosen) >= self.plain.seconds * (1 + 1e-9):
+        if self.busiest_link(chosen) >= min(below * (1 + 1e-9), most_work):
             return None
-        return self.step(edit, below=self.plain.seconds)
+        return self.step(edit, below=below, most_work=most_work)
 
     def busiest_link(self, chosen: list[tuple[Region, Parts]]) -> float:
         """Seconds for which the busiest link is busy with these in chunks: no step is shorter, and no graph need be
@@ -237,23 +251,27 @@ class Trials:
         return max(busy.values(), default=0.0)
 
     def step(
-        self, edit: Callable[[fx.GraphModule, Callable[[fx.Node], fx.Node]], None], below: float = float("inf")
+        self,
+        edit: Callable[[fx.GraphModule, Callable[[fx.Node], fx.Node]], None],
+        below: float = math.inf,
+        most_work: float = math.inf,
     ) -> float | None:
-        """Modelled step of an edited copy of the graph; None where memory does not allow it, or no order of it can be
-        shorter than ``below``.
+        """Modelled step of an edited copy of the graph; None where memory does not allow it, infinite where no order
+        of it can be shorter than ``below``.
 
         Args:
             edit: called with the copy, and with what gives the copy's node for the graph's.
             below: seconds; where a bound is not under them no order is searched, as where chunks add more launches
                 than there is time.
+            most_work: seconds; nor where one stream alone has as much to do.
         """
         copy = fx_graph.copy_graph(self.gm)
         nodes = list(copy.graph.nodes)
         edit(copy, lambda n: nodes[self.places[n]])
         self.size += len(copy.graph.nodes)
         work = self.tasks(copy).tasks
-        if work.highest_bound >= below:
-            return None
+        if max(work.busy().values()) >= most_work or work.highest_bound >= below:
+            return math.inf
         order = leaner(work, self.limit)
         if order is None:
             return None
@@ -261,7 +279,7 @@ class Trials:
         allowance = self.limit - simulate(work).peak
         if self.effort > QUICK * len(work):
             seconds = schedule(work, allowance=allowance, work=QUICK * len(work)).seconds
-            if seconds > self._quick_plain() * (1 + NEAR):
+            if seconds > self._quick_plain() * (1 - NEAR):
                 return seconds
         return schedule(work, allowance=allowance, work=self.effort).seconds
 
