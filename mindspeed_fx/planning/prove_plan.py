@@ -102,7 +102,8 @@ def prove_plan(
                 graphs.append(_joint(program, local, program))
             if edit is not None:
                 edit(rank, graphs[-1])
-    return _compared(plan.name, mesh, whole, graphs, groups, placeholders, values)
+    with torch.device("cpu"), torch.no_grad():
+        return _compared(plan.name, mesh, whole, graphs, groups, placeholders, values)
 
 
 def _joint(program: Any, inputs: Sequence[Any], local: Any) -> fx.Graph:

@@ -77,6 +77,10 @@ def _moved(c: rows.Context, nodes: Sequence[fx.Node], short: str, args: list) ->
         return rows.taken(x, runs)
     if short == "expert_exchange":
         return rows.exchanged(c, x, args[3], c.numbers(1), c.numbers(2))
+    if short == "all_gather_into_tensor":
+        return rows.gathered(c, x)
+    if short in ("all_reduce", "reduce_scatter_tensor") and args[1] == "sum":
+        return rows.added(c, x, short != "all_reduce")
     if short == "all_to_all_single":
         come, go = ([torch.tensor(m.args[i]) for m in nodes] for i in (1, 2))
         return rows.exchanged(c, x, int(come[0].sum()), go, come)

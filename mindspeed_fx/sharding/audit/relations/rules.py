@@ -107,7 +107,13 @@ def pointwise(terms: Terms, name: str, key: Hashable, parts: Sequence[Part], com
         if any(p.partial != partial for p in parts):
             raise Unproved(f"{name} adds a partial sum over {_different(parts)} to what is none")
     else:
-        linear = tuple(range(len(parts))) if name in EACH else (0,) if name == "div" or (name in FIRST and len(parts) == 1) else ()
+        linear = (
+            tuple(range(len(parts)))
+            if name in EACH
+            else (0,)
+            if name == "div" or (name in FIRST and len(parts) == 1)
+            else ()
+        )
         partial = _sums(parts, set(), linear)
     reads = [p.arranged for p in parts]
     if commutes:

@@ -67,9 +67,7 @@ class Walk:
         self.at: dict[fx.Node, int] = {}
         """Node of any rank -> its place."""
         self.columns: list[Sequence[fx.Node]] = []
-        self.places = [
-            Place(r, {m: at[r] for m, at in programs.places.items()}) for r in range(len(programs.graphs))
-        ]
+        self.places = [Place(r, {m: at[r] for m, at in programs.places.items()}) for r in range(len(programs.graphs))]
         self.numbers = Numbers(
             terms, self.places, lambda n: self.values[self.at[n]], lambda n: self.columns[self.at[n]], self._members
         )
@@ -168,7 +166,11 @@ class Walk:
             if whole is not None:
                 return whole
             args[0] = [self._own(a) for a in args[0]]
+            if isinstance(args[0][0], Fill) and len({a.value if isinstance(a, Fill) else a for a in args[0]}) == 1:
+                return _filled(n, short, args[0][0])
             return self._cat(args[0], dim)
+        if short in ("slice", *moves.MOVES) and isinstance(args[0], Fill):
+            return _filled(n, short, args[0])
         if short == "slice":
             return self._slice(nodes, args)
         if short == "split_with_sizes":
@@ -176,11 +178,12 @@ class Walk:
             return self._pieces(self._own(args[0]), args[1], args[2] if len(args) > 2 else 0)
         args = pytree.tree_map(lambda a: self._own(a) if isinstance(a, Part) else a, args)
         if short in moves.MOVES:
-            return moves.MOVES[short](self.terms, n, args) if isinstance(args[0], Part) else _filled(n, short, args[0])
+            return moves.MOVES[short](self.terms, n, args)
         if short not in SIZED:
             self._alike(nodes)
         if short in INDEXING and isinstance(args[1 if short.startswith("scatter") else 0], (Part, Fill, int)):
             return INDEXING[short](self.terms, args, n)
+        args = self._spread(args, short)
         if name in rules.RULES:
             parts = [a for a in pytree.tree_leaves(args) if isinstance(a, Part)]
             results = rules.apply(self.terms, name, _key(n), parts)
@@ -188,7 +191,7 @@ class Walk:
         if short in moves.PRODUCTS and not (short == "addmm" and n.kwargs):
             return moves.PRODUCTS[short](self.terms, args, n)
         parts = [a for a in args if isinstance(a, Part)]
-        if short in rules.POINTWISE and parts:
+        if short in rules.POINTWISE and parts and max(len(p.dims) for p in parts) == n.meta["val"].dim():
             commutes = short in ("add", "mul") and n.kwargs.get("alpha", 1) == 1 and len(parts) == len(args)
             fills = tuple((i, a.value) for i, a in enumerate(args) if isinstance(a, Fill))
             if fills:  # in none of the arguments linear
@@ -202,6 +205,20 @@ class Walk:
             shape = tuple(n.meta["val"].shape)
             return self.terms.fresh((name, _key(n), shape), shape, [()] * len(shape), ())
         raise Unknown("no rule")
+
+    def _spread(self, args: list, short: str) -> list:
+        """One value everywhere as a part like another argument of that shape; where it is broadcast, as it is."""
+        parts = [a for a in args if isinstance(a, Part)]
+
+        def own(a: Any) -> Any:
+            if not isinstance(a, Fill) or not isinstance(a.value, Part):
+                return a
+            like = next((p for p in parts if p.local == a.shape), None)
+            if like is None and short not in rules.POINTWISE:
+                raise Unknown("one value, in a shape of its own")
+            return a.value if like is None or short in rules.POINTWISE else self.terms.spread(a.value, like)
+
+        return [own(a) for a in args]
 
     # ----------------------------------------------------------- pieces
 
@@ -227,8 +244,8 @@ class Walk:
     def _slice(self, nodes: Sequence[fx.Node], args: list) -> Part:
         x, dim = self._own(args[0]), (args[1] if len(args) > 1 else 0) % len(args[0].dims)
         extent = x.local[dim]
-        starts = [(m.args[2] if len(m.args) > 2 else 0) or 0 for m in nodes]
-        ends = [min(m.args[3], extent) if len(m.args) > 3 else extent for m in nodes]
+        bounds = [slice(*m.args[2:4]) if len(m.args) > 3 else slice((*m.args, 0, 0)[2], None) for m in nodes]
+        starts, ends, _ = zip(*(b.indices(extent) for b in bounds))
         sizes = {e - s for s, e in zip(starts, ends)}
         size = sizes.pop()
         if size == extent and not sizes:
@@ -253,6 +270,8 @@ class Walk:
     def _cat(self, given: list[Part | Fill], dim: int) -> Part:
         """Of parts that are whole along ``dim``, and numbers."""
         parts = [p for p in given if isinstance(p, Part)]
+        if any(isinstance(p, Fill) and isinstance(p.value, Part) for p in given):
+            raise Unknown("one value joined to others")
         order = [*(i for i in range(len(parts[0].dims)) if i != dim), dim]
         moved = [replace(p, dims=tuple(p.dims[i] for i in order)) for p in parts]
         if any(d.mesh for p in moved for d in p.dims[-1]):
