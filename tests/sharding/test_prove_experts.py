@@ -43,6 +43,7 @@ def test_experts_of_several_data_parallel_groups_are_proved():
     assert result.proved, str(result)
 
 
+@pytest.mark.slow
 def test_a_layer_of_deepseek_is_proved():
     pytest.importorskip("transformers")
     with torch.device("meta"):
@@ -119,9 +120,9 @@ def no_exchange_of_counts(_rank, graph):
 FAULTS = {
     "sum dropped": (drop_sum, "partial sum over ep"),
     "sum made twice": (sum_twice, "all_reduce over ep of what is no partial sum over it"),
-    "rows not sorted": (only_on(1, unsorted), "another expert than it chose|no expert's part"),
+    "rows not sorted": (lambda _rank, graph: unsorted(graph), "another expert than it chose|no expert's part"),
     "counts of the sender": (only_on(0, own_counts), "another number of rows than is received"),
-    "results one row too far": (only_on(1, other_rows), "a row that is not its own"),
+    "results one row too far": (lambda _rank, graph: other_rows(graph), "a row that is not its own"),
     "counts not exchanged": (no_exchange_of_counts, "another number of rows than is received"),
 }
 
@@ -133,6 +134,11 @@ def test_a_fault_is_named(fault):
     wrong = [r for r in result.results if r.state == "wrong"]
     assert wrong, str(result)
     assert any(re.search(reason, r.reason) for r in wrong), str(result)
+
+
+def test_a_rank_with_another_program_is_unknown():
+    result = proof(edit=only_on(1, other_rows))
+    assert {r.reason for r in result.results} == {"ranks have programs of different lengths"}, str(result)
 
 
 # --------------------------------------------------------------- rows

@@ -77,3 +77,16 @@ def test_the_gradient_of_an_embedding_is_added_up():
 
     result = proof("zero2", {"dp": 2}, edit)
     assert any(r.state == "wrong" and "embed_tokens" in r.name for r in result.results), str(result)
+
+
+class Filled(nn.Module):
+    """A bias of ones and a choice among ones: no rule leaves out one number everywhere."""
+
+    def forward(self, x, w):
+        return F.linear(x, w, x.new_ones(w.shape[0])) + x.new_ones(x.shape).topk(2, dim=-1)[0].sum()
+
+
+def test_one_number_everywhere_is_left_out_of_no_rule():
+    with torch.device("meta"):
+        result = prove_plan(Filled(), {"dp": 2}, "zero2", torch.empty(4, 8), torch.empty(6, 8))
+    assert [r.state for r in result.results if r.name == "result 0"] == ["unknown"], str(result)

@@ -56,7 +56,8 @@ RULES = {
 
 POINTWISE = frozenset(
     "mul div add sub neg pow reciprocal cos sin exp sigmoid silu gelu relu tanh rsqrt sqrt _to_copy where eq ne lt le "
-    "gt ge log masked_fill bitwise_not bitwise_and logical_not sigmoid_backward silu_backward gelu_backward threshold_backward tanh_backward clamp".split()
+    "gt ge log masked_fill bitwise_not bitwise_and logical_not "
+    "sigmoid_backward silu_backward gelu_backward threshold_backward tanh_backward clamp".split()
 )
 ADDITIVE = frozenset(["add", "sub"])
 EACH = frozenset(["mul"])
