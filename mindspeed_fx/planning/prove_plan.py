@@ -21,16 +21,9 @@ from mindspeed_fx import arguments
 from mindspeed_fx.compat import dtensor, tracing
 from mindspeed_fx.planning.search.model_graph import capture_model
 from mindspeed_fx.planning.search.traced_plan import local_input, local_program
+from mindspeed_fx.sharding.audit.relations.compare import Failed, Result, compare_part, divided, whole_inputs
 from mindspeed_fx.sharding.audit.relations.parts import Part, Terms
-from mindspeed_fx.sharding.audit.relations.walk import (
-    Failed,
-    Programs,
-    Result,
-    Walk,
-    compare_part,
-    divided,
-    whole_inputs,
-)
+from mindspeed_fx.sharding.audit.relations.walk import Programs, Walk
 from mindspeed_fx.sharding.parallelize import check_mesh, plan_for, unmatched_patterns
 from mindspeed_fx.sharding.plan import Plan
 
@@ -102,7 +95,8 @@ def prove_plan(
                 graphs.append(_joint(program, local, program))
             if edit is not None:
                 edit(rank, graphs[-1])
-    return _compared(plan.name, mesh, whole, graphs, groups, placeholders, values)
+    with torch.device("cpu"), torch.no_grad():
+        return _compared(plan.name, mesh, whole, graphs, groups, placeholders, values)
 
 
 def _joint(program: Any, inputs: Sequence[Any], local: Any) -> fx.Graph:

@@ -25,6 +25,7 @@ from tests.mutants.sample import ROOMS, choose, faults_of, shares
 from tests.mutants.tree import Tree
 
 ROOT = pathlib.Path(__file__).parents[2]
+RESULTS = "benchmarks/results/mutants.jsonl"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -36,7 +37,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--root", type=pathlib.Path, default=ROOT, help="the checkout")
     result.add_argument("--package", default="mindspeed_fx")
     result.add_argument("--rooms", nargs="+", default=ROOMS, help="folders of the package; . is all of it")
-    result.add_argument("--folder", type=pathlib.Path, help="for copy, recording, results; build/mutants of the root")
+    result.add_argument("--folder", type=pathlib.Path, help="for copy and recording; build/mutants of the root")
+    result.add_argument("--results", type=pathlib.Path, help="one line a mutant, kept with the project; a run goes on")
     result.add_argument("--anew", action="store_true", help="copy the package anew and forget what was recorded")
     result.add_argument("--minutes", type=float, default=1e9, help="when to begin no further one")
     result.add_argument("--seed", type=int, default=22)
@@ -74,7 +76,7 @@ def _files(tree: Tree) -> list[str]:
 def run_all(tree: Tree, chosen: Sequence[Fault], options: argparse.Namespace) -> None:
     """Run what has no result yet; mutants named by number again."""
     end = time.monotonic() + 60 * options.minutes
-    recording, file = Recording(tree), tree.folder / "results.jsonl"
+    recording, file = Recording(tree), options.results
     results = stored(file)
     numbers = [int(n) for n in options.what] or [
         n for n, f in enumerate(chosen) if f.name not in results or results[f.name].status == "not executed"
@@ -88,8 +90,8 @@ def run_all(tree: Tree, chosen: Sequence[Fault], options: argparse.Namespace) ->
         print(f"{n} {result.status} {result.name} ({took}) {result.test}", flush=True)
 
 
-def show(tree: Tree, chosen: Sequence[Fault], numbers: Sequence[str]) -> None:
-    results, recording = stored(tree.folder / "results.jsonl"), Recording(tree)
+def show(tree: Tree, chosen: Sequence[Fault], numbers: Sequence[str], file: pathlib.Path) -> None:
+    results, recording = stored(file), Recording(tree)
     for n in numbers or [str(i) for i, f in enumerate(chosen) if f.name in results]:
         fault = chosen[int(n)]
         result = results.get(fault.name)
@@ -102,6 +104,7 @@ def show(tree: Tree, chosen: Sequence[Fault], numbers: Sequence[str]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     tree = Tree(options.root.resolve(), options.package, (options.folder or options.root / "build/mutants").resolve())
+    options.results = options.results or options.root / RESULTS
     tree.make(options.anew)
     if options.command in ("record", "run"):
         warm(options.warm)
@@ -115,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "run":
         run_all(tree, chosen, options)
     elif options.command == "show":
-        show(tree, chosen, options.what)
+        show(tree, chosen, options.what, options.results)
     else:
         places = ", ".join(f"{kind} {n}" for kind, n in shares(faults))
         head = (
@@ -123,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"({places}) in {', '.join(options.rooms)}, tests of at most {options.longest:g} s."
         )
         equivalent = table.reasons(table.REASONS.read_text())
-        text = table.page([(f.name, f.kind) for f in chosen], stored(tree.folder / "results.jsonl"), equivalent, head)
+        text = table.page([(f.name, f.kind) for f in chosen], stored(options.results), equivalent, head)
         if options.write:
             options.write.write_text(text)
         else:

@@ -79,5 +79,6 @@ def stored(file: pathlib.Path) -> dict[str, Result]:
 
 
 def store(file: pathlib.Path, result: Result) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as f:
         f.write(json.dumps(asdict(result)) + "\n")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import pathlib
-import random
 from typing import Iterator, Sequence
 
 from tests.mutants.faults import Fault, find_faults, is_another_program
@@ -33,12 +33,18 @@ def faults_of(package: pathlib.Path, rooms: Sequence[str] = ROOMS) -> list[Fault
 
 
 def choose(package: pathlib.Path, faults: Sequence[Fault], count: int, seed: int) -> list[Fault]:
-    """``count`` of them: kinds take turns, and within a kind every place is as likely as another."""
-    rng = random.Random(seed)
+    """``count`` of them: kinds take turns, and within a kind every place is as likely as another.
+
+    A place has its turn by its own name: what is chosen stays chosen where the package changes elsewhere, so that a
+    campaign goes on over many versions.
+    """
+
+    def turn(fault: Fault) -> str:
+        return hashlib.sha256(f"{seed} {fault.name}".encode()).hexdigest()
+
     queues = []
     for kind in KINDS:
-        here = [f for f in faults if f.kind == kind]
-        rng.shuffle(here)
+        here = sorted((f for f in faults if f.kind == kind), key=turn)
         queues.append(f for f in here if is_another_program((package / f.file).read_text(), f))
     chosen: list[Fault] = []
     while queues and len(chosen) < count:

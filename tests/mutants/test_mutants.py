@@ -72,6 +72,16 @@ def test_a_name_stays_when_lines_move_and_tells_equal_places_apart():
     assert names == [f.name for f in find_faults("x.py", f"import os\n\n{source}") if f.kind == "sign"]
 
 
+def test_what_is_chosen_stays_when_other_files_change(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.py").write_text("".join(f"def {name}{i}(x, y):\n    return x - y\n" for i in range(20)))
+    before = sample.choose(tmp_path, sample.faults_of(tmp_path, ["."]), 10, seed=22)
+    (tmp_path / "b.py").unlink()
+    after = sample.choose(tmp_path, sample.faults_of(tmp_path, ["."]), 10, seed=22)
+    kept = [f.name for f in before if f.file == "a.py"]
+    assert 0 < len(kept) < 10 and set(kept) <= {f.name for f in after}
+
+
 @pytest.fixture(scope="module")
 def package_faults():
     return sample.faults_of(ROOT / "mindspeed_fx")
@@ -171,7 +181,7 @@ def command(root: pathlib.Path, *arguments: str, code: int = 0, limit: int = 60)
 
 
 def results(root: pathlib.Path) -> dict[str, dict]:
-    lines = (root / "build/mutants/results.jsonl").read_text().splitlines()
+    lines = (root / "benchmarks/results/mutants.jsonl").read_text().splitlines()
     return {r["name"].replace("__init__.py::", ""): r for r in map(json.loads, lines)}
 
 

@@ -34,7 +34,7 @@ class Tree:
             SystemExit: the package is not the one that was copied: what was recorded of that one names other lines.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name in ("copy", "recording", "results.jsonl") if anew else ():
+        for name in ("copy", "recording") if anew else ():
             shutil.rmtree(self.folder / name, ignore_errors=True)
         if not self.copy.exists():
             shutil.copytree(self.root, self.copy, ignore=IGNORED)

@@ -1,4 +1,4 @@
-"""A layer of DeepSeek-V3: transformers' attention, router and shared expert; the routed experts as a loop-free program."""
+"""A layer of DeepSeek-V3: transformers' attention, router and shared expert, and experts without a loop."""
 
 from __future__ import annotations
 

@@ -8,10 +8,10 @@ from torch import nn
 
 from mindspeed_fx.planning.prove_plan import prove_plan
 from mindspeed_fx.sharding.audit.relations.collectives import own, piece
+from mindspeed_fx.sharding.audit.relations.compare import divided, whole_inputs
 from mindspeed_fx.sharding.audit.relations.moves import cut
 from mindspeed_fx.sharding.audit.relations.parts import Digit, Part, Terms, Unproved, profile, regrouped
 from mindspeed_fx.sharding.audit.relations.rules import dot, pointwise
-from mindspeed_fx.sharding.audit.relations.walk import divided, whole_inputs
 from tests.sharding.llama import Layer
 
 ops = torch.ops._c10d_functional

@@ -4,6 +4,10 @@
 * ``rules.py``: operator -> what becomes of the parts; written from what the operators compute, and apart from the rules
   by which the local programs were made
 * ``moves.py``: views, transpositions, products of matrices in their spellings
+* ``indexing.py``: choices, picks and their gradients along a dimension that every rank has whole
 * ``collectives.py``: the same for what is sent, and for the picking and joining of pieces around it
+* ``rows.py``: rows on their way to experts, each told by its token and choice; ``numbers.py``: the integers that send
+  them, computed; ``routed.py``: both in a walk
+* ``compare.py``: what programs are given, and their results against those of the whole program
 * ``walk.py``: the programs of all ranks side by side, node by node
 """

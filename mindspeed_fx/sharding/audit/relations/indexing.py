@@ -54,7 +54,7 @@ def _gather(terms: Terms, args: list, n: fx.Node) -> Part:
 
 def _scatter(terms: Terms, args: list, n: fx.Node) -> Part:
     base, at, index, source = args[:4]
-    if not isinstance(base, Fill):
+    if not isinstance(base, Fill) or isinstance(base.value, Part):
         raise Unknown("no rule")
     dim, size = along(index, at), base.shape[at]
     key = ("scatter", str(n.target), base.value, dim, size, index.arranged)
@@ -92,9 +92,11 @@ def _embedding_backward(terms: Terms, args: list, n: fx.Node) -> Part:
     return terms.fresh(key, [count, grad.whole[-1]], [(), profile(grad.dims[-1])], grad.partial | over)
 
 
-def _expand(terms: Terms, args: list, n: fx.Node) -> Part:
+def _expand(terms: Terms, args: list, n: fx.Node) -> Part | Fill:
     """Along dimensions of one element, or new ones; the sizes of those are the same on every rank."""
     x, shape = args[0], tuple(n.meta["val"].shape)
+    if not x.dims:
+        return Fill(x, shape)
     dims = ((),) * (len(shape) - len(x.dims)) + x.dims
     whole = (1,) * (len(shape) - len(x.dims)) + x.whole
     new = [(i, size) for i, size in enumerate(shape) if whole[i] == 1 and size > 1]

@@ -8,7 +8,7 @@ from typing import Callable, Sequence
 import torch.fx as fx
 
 from mindspeed_fx.sharding.audit.relations import rules
-from mindspeed_fx.sharding.audit.relations.parts import Part, Terms, Unknown, Unproved, profile, regrouped
+from mindspeed_fx.sharding.audit.relations.parts import Part, Terms, Unproved, profile, regrouped
 
 
 def cut(terms: Terms, x: Part, dim: int, start: int, end: int, step: int = 1) -> Part:

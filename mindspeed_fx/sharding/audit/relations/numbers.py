@@ -1,5 +1,4 @@
-"""Integers that decide which rows go where, in numbers: the choices of experts are drawn, and what each rank computes of
-them is computed.
+"""Integers that decide which rows go where, in numbers: choices of experts are drawn, and what follows is computed.
 
 Which rows are sent to whom is data, and no rule about parts speaks of it. A walk leaves such integers open
 (:class:`Numeric`); what reads them asks here. Everything follows from the choices of a ``topk``, from token numbers and

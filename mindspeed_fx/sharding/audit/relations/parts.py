@@ -78,6 +78,16 @@ class Part:
         return (d.mesh for dim in self.dims for d in dim if d.mesh)
 
 
+@dataclass(frozen=True)
+class Fill:
+    """The same number everywhere."""
+
+    value: float | Part
+    """A Part: of a tensor without dimensions."""
+    shape: tuple[int, ...]
+    """A rank's."""
+
+
 def merged(digits: Iterable[Digit]) -> Dim:
     """Neighbours that are one digit joined; digits of one value dropped."""
     result: list[Digit] = []
@@ -100,15 +110,6 @@ def profile(dim: Dim) -> Profile:
         if d.mesh:
             result.append((d.mesh, Fraction(stride, size)))
     return tuple(result)
-
-
-@dataclass(frozen=True)
-class Fill:
-    """The same number everywhere."""
-
-    value: float
-    shape: tuple[int, ...]
-    """A rank's."""
 
 
 @dataclass
@@ -141,6 +142,11 @@ class Terms:
 
     def number(self, *key: Hashable) -> int:
         return self.numbers.setdefault(key, len(self.numbers))
+
+    def spread(self, value: Part, like: Part) -> Part:
+        """A tensor without dimensions, in every place of one like ``like``."""
+        shared = [profile(d) for d in like.dims]
+        return self.fresh(("spread", value.arranged, like.whole), like.whole, shared, value.partial)
 
     def fresh(self, key: Hashable, sizes: Sequence[int], profiles: Sequence[Profile], partial: Iterable[str]) -> Part:
         """A term of its own, divided by ``profiles``."""
@@ -176,6 +182,8 @@ def regrouped(part: Part, shape: Sequence[int], known: set) -> Part:
     """
     if part.local == tuple(shape):
         return part
+    if 0 in shape:
+        raise Unknown("a view of nothing")
     flat = [d for dim in part.dims for d in merged(dim)]
     options = list(_groups(flat, list(shape)))
     if not options:

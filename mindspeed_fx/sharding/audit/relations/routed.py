@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Sequence
+from typing import Any, Sequence
 
 import torch
 import torch.fx as fx
@@ -11,9 +11,6 @@ from torch.utils import _pytree as pytree
 from mindspeed_fx.sharding.audit.relations import rows, rules
 from mindspeed_fx.sharding.audit.relations.numbers import Numeric
 from mindspeed_fx.sharding.audit.relations.parts import Fill, Part, Unknown
-
-if TYPE_CHECKING:
-    from mindspeed_fx.sharding.audit.relations.walk import Walk
 
 VIEWS = ("view", "_unsafe_view", "reshape")
 
@@ -24,17 +21,9 @@ def concerns(short: str, args: Sequence[Any]) -> bool:
     )
 
 
-def apply(walk: Walk, nodes: Sequence[fx.Node], name: str, args: list) -> Any:
+def apply(c: rows.Context, nodes: Sequence[fx.Node], name: str, args: list) -> Any:
     """The relation of one place of the programs."""
     n, short = nodes[0], name.rpartition(".")[2]
-    c = rows.Context(
-        walk.terms,
-        walk.places,
-        rule_key(n),
-        lambda i: walk.numbers.of([m.args[i] for m in nodes]),  # type: ignore[misc]
-        lambda rank: walk._members(nodes[rank], rank),
-    )
-    args = [walk._own(a) if isinstance(a, Part) else a for a in args]
     if short == "moe_permute" and isinstance(args[0], Part) and isinstance(args[1], Part):
         return rows.permuted(c, args[0], args[1])
     leaves = pytree.tree_leaves(args)
@@ -77,6 +66,10 @@ def _moved(c: rows.Context, nodes: Sequence[fx.Node], short: str, args: list) ->
         return rows.taken(x, runs)
     if short == "expert_exchange":
         return rows.exchanged(c, x, args[3], c.numbers(1), c.numbers(2))
+    if short == "all_gather_into_tensor":
+        return rows.gathered(c, x)
+    if short in ("all_reduce", "reduce_scatter_tensor") and args[1] == "sum":
+        return rows.added(c, x, short != "all_reduce")
     if short == "all_to_all_single":
         come, go = ([torch.tensor(m.args[i]) for m in nodes] for i in (1, 2))
         return rows.exchanged(c, x, int(come[0].sum()), go, come)

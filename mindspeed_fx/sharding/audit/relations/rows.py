@@ -116,6 +116,23 @@ def exchanged(c: Context, x: Rows, size: int, sends: Sequence[Tensor], receives:
     return x.moved(result)
 
 
+def gathered(c: Context, x: Rows) -> Rows:
+    return x.moved([torch.cat([x.pairs[r] for r in c.members(p.rank)]) for p in c.places])
+
+
+def added(c: Context, x: Rows, scattered: bool) -> Rows:
+    """The sum over ranks, where no two have something in one place; ``scattered``: of which each keeps one piece."""
+    result = []
+    for place in c.places:
+        ranks = c.members(place.rank)
+        every = torch.stack([x.pairs[r] for r in ranks])
+        if bool(((every != ZERO).sum(0) > 1).any()) or bool((every == ANYTHING).any()):
+            raise Unproved("a sum over ranks adds two rows of one place")
+        whole = every.max(0).values
+        result.append(whole.chunk(len(ranks))[ranks.index(place.rank)] if scattered else whole)
+    return x.moved(result)
+
+
 def alike(rows: Sequence[Rows]) -> None:
     """All have the same pair in every place."""
     first = rows[0]

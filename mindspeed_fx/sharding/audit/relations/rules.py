@@ -56,7 +56,8 @@ RULES = {
 
 POINTWISE = frozenset(
     "mul div add sub neg pow reciprocal cos sin exp sigmoid silu gelu relu tanh rsqrt sqrt _to_copy where eq ne lt le "
-    "gt ge log masked_fill bitwise_not bitwise_and logical_not sigmoid_backward silu_backward gelu_backward threshold_backward tanh_backward clamp".split()
+    "gt ge log masked_fill bitwise_not bitwise_and logical_not "
+    "sigmoid_backward silu_backward gelu_backward threshold_backward tanh_backward clamp".split()
 )
 ADDITIVE = frozenset(["add", "sub"])
 EACH = frozenset(["mul"])
@@ -107,7 +108,13 @@ def pointwise(terms: Terms, name: str, key: Hashable, parts: Sequence[Part], com
         if any(p.partial != partial for p in parts):
             raise Unproved(f"{name} adds a partial sum over {_different(parts)} to what is none")
     else:
-        linear = tuple(range(len(parts))) if name in EACH else (0,) if name == "div" or (name in FIRST and len(parts) == 1) else ()
+        linear = (
+            tuple(range(len(parts)))
+            if name in EACH
+            else (0,)
+            if name == "div" or (name in FIRST and len(parts) == 1)
+            else ()
+        )
         partial = _sums(parts, set(), linear)
     reads = [p.arranged for p in parts]
     if commutes:

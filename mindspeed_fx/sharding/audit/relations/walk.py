@@ -11,7 +11,8 @@ import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 from mindspeed_fx.graph.provenance import module_path
-from mindspeed_fx.sharding.audit.relations import collectives, moves, routed, rules
+from mindspeed_fx.sharding.audit.relations import collectives, moves, routed, rows, rules
+from mindspeed_fx.sharding.audit.relations.compare import Failed
 from mindspeed_fx.sharding.audit.relations.indexing import INDEXING
 from mindspeed_fx.sharding.audit.relations.numbers import LIKE, Numbers, Numeric, Place
 from mindspeed_fx.sharding.audit.relations.parts import (
@@ -20,18 +21,9 @@ from mindspeed_fx.sharding.audit.relations.parts import (
     Terms,
     Unknown,
     Unproved,
-    describe,
 )
 
 SAME = frozenset("detach clone contiguous alias wait_tensor lift_fresh_copy".split())
-
-
-@dataclass
-class Result:
-    name: str
-    state: str
-    """"proved", "wrong" or "unknown"."""
-    reason: str = ""
 
 
 @dataclass
@@ -44,13 +36,6 @@ class Programs:
     groups: dict[str, str]
     """Name of a process group -> mesh dimension."""
     ranks: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Failed:
-    """No relation was shown."""
-
-    error: Unproved
 
 
 class _Before(Unproved):
@@ -67,9 +52,7 @@ class Walk:
         self.at: dict[fx.Node, int] = {}
         """Node of any rank -> its place."""
         self.columns: list[Sequence[fx.Node]] = []
-        self.places = [
-            Place(r, {m: at[r] for m, at in programs.places.items()}) for r in range(len(programs.graphs))
-        ]
+        self.places = [Place(r, {m: at[r] for m, at in programs.places.items()}) for r in range(len(programs.graphs))]
         self.numbers = Numbers(
             terms, self.places, lambda n: self.values[self.at[n]], lambda n: self.columns[self.at[n]], self._members
         )
@@ -78,7 +61,8 @@ class Walk:
         """Parts of the results for those of the inputs."""
         columns = [_live(g) for g in self.programs.graphs]
         if len({len(c) for c in columns}) > 1:
-            raise Unknown("ranks have programs of different lengths")
+            results = columns[0][-1].args[0]
+            return [Failed(Unknown("ranks have programs of different lengths"))] * len(results)  # type: ignore[arg-type]
         remaining = iter(inputs)
         for nodes in zip(*columns):
             n = nodes[0]
@@ -155,7 +139,14 @@ class Walk:
         if short in SAME:
             return args[0]
         if routed.concerns(short, args):
-            return routed.apply(self, nodes, name, args)
+            context = rows.Context(
+                self.terms,
+                self.places,
+                routed.rule_key(n),
+                lambda i: self.numbers.of([m.args[i] for m in nodes]),  # type: ignore[misc]
+                lambda rank: self._members(nodes[rank], rank),
+            )
+            return routed.apply(context, nodes, name, [self._own(a) if isinstance(a, Part) else a for a in args])
         if name.startswith("_c10d_functional."):
             return self._sent(nodes, short, self._own(args[0]))
         if short == "split" and isinstance(args[1], int):
@@ -168,7 +159,11 @@ class Walk:
             if whole is not None:
                 return whole
             args[0] = [self._own(a) for a in args[0]]
+            if isinstance(args[0][0], Fill) and len({a.value if isinstance(a, Fill) else a for a in args[0]}) == 1:
+                return _filled(n, short, args[0][0])
             return self._cat(args[0], dim)
+        if short in ("slice", "expand", *moves.MOVES) and isinstance(args[0], Fill):
+            return _filled(n, short, args[0])
         if short == "slice":
             return self._slice(nodes, args)
         if short == "split_with_sizes":
@@ -176,11 +171,15 @@ class Walk:
             return self._pieces(self._own(args[0]), args[1], args[2] if len(args) > 2 else 0)
         args = pytree.tree_map(lambda a: self._own(a) if isinstance(a, Part) else a, args)
         if short in moves.MOVES:
-            return moves.MOVES[short](self.terms, n, args) if isinstance(args[0], Part) else _filled(n, short, args[0])
+            return moves.MOVES[short](self.terms, n, args)
         if short not in SIZED:
             self._alike(nodes)
-        if short in INDEXING and isinstance(args[1 if short.startswith("scatter") else 0], (Part, Fill, int)):
+        args = self._spread(args, short)
+        read = [a for a in pytree.tree_leaves(args) if isinstance(a, (Part, Fill))]
+        if short in INDEXING and all(isinstance(a, Part) for a in read[short.startswith("scatter") :]):
             return INDEXING[short](self.terms, args, n)
+        if any(isinstance(a, Fill) for a in read) and short not in rules.POINTWISE:
+            raise Unknown("no rule for one number everywhere")
         if name in rules.RULES:
             parts = [a for a in pytree.tree_leaves(args) if isinstance(a, Part)]
             results = rules.apply(self.terms, name, _key(n), parts)
@@ -188,7 +187,7 @@ class Walk:
         if short in moves.PRODUCTS and not (short == "addmm" and n.kwargs):
             return moves.PRODUCTS[short](self.terms, args, n)
         parts = [a for a in args if isinstance(a, Part)]
-        if short in rules.POINTWISE and parts:
+        if short in rules.POINTWISE and parts and max(len(p.dims) for p in parts) == n.meta["val"].dim():
             commutes = short in ("add", "mul") and n.kwargs.get("alpha", 1) == 1 and len(parts) == len(args)
             fills = tuple((i, a.value) for i, a in enumerate(args) if isinstance(a, Fill))
             if fills:  # in none of the arguments linear
@@ -202,6 +201,20 @@ class Walk:
             shape = tuple(n.meta["val"].shape)
             return self.terms.fresh((name, _key(n), shape), shape, [()] * len(shape), ())
         raise Unknown("no rule")
+
+    def _spread(self, args: list, short: str) -> list:
+        """One value everywhere as a part like another argument of that shape; where it is broadcast, as it is."""
+        parts = [a for a in args if isinstance(a, Part)]
+
+        def own(a: Any) -> Any:
+            if not isinstance(a, Fill) or not isinstance(a.value, Part):
+                return a
+            like = next((p for p in parts if p.local == a.shape), None)
+            if like is None and short not in rules.POINTWISE:
+                raise Unknown("one value, in a shape of its own")
+            return a.value if like is None or short in rules.POINTWISE else self.terms.spread(a.value, like)
+
+        return [own(a) for a in args]
 
     # ----------------------------------------------------------- pieces
 
@@ -227,8 +240,8 @@ class Walk:
     def _slice(self, nodes: Sequence[fx.Node], args: list) -> Part:
         x, dim = self._own(args[0]), (args[1] if len(args) > 1 else 0) % len(args[0].dims)
         extent = x.local[dim]
-        starts = [(m.args[2] if len(m.args) > 2 else 0) or 0 for m in nodes]
-        ends = [min(m.args[3], extent) if len(m.args) > 3 else extent for m in nodes]
+        bounds = [slice(*m.args[2:4]) if len(m.args) > 3 else slice((*m.args, 0, 0)[2], None) for m in nodes]
+        starts, ends, _ = zip(*(b.indices(extent) for b in bounds))
         sizes = {e - s for s, e in zip(starts, ends)}
         size = sizes.pop()
         if size == extent and not sizes:
@@ -253,6 +266,8 @@ class Walk:
     def _cat(self, given: list[Part | Fill], dim: int) -> Part:
         """Of parts that are whole along ``dim``, and numbers."""
         parts = [p for p in given if isinstance(p, Part)]
+        if any(isinstance(p, Fill) and isinstance(p.value, Part) for p in given):
+            raise Unknown("one value joined to others")
         order = [*(i for i in range(len(parts[0].dims)) if i != dim), dim]
         moved = [replace(p, dims=tuple(p.dims[i] for i in order)) for p in parts]
         if any(d.mesh for p in moved for d in p.dims[-1]):
@@ -347,38 +362,3 @@ def _live(graph: fx.Graph) -> list[fx.Node]:
                 live.add(n)
                 stack.append(n)
     return [n for n in graph.nodes if n.op == "placeholder" or n in live]
-
-
-def whole_inputs(terms: Terms, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> list[Part]:
-    return [terms.fresh(("input", name), shape, [()] * len(shape), ()) for name, shape in zip(names, shapes)]
-
-
-def divided(x: Part, placed: Sequence[tuple[str, int]], ranks: dict[str, int]) -> Part:
-    """``x`` with dimensions shared: (mesh dimension, tensor dimension), the outer mesh dimension first."""
-    dims = list(x.dims)
-    for mesh, dim in placed:
-        behind = max((i + 1 for i, d in enumerate(dims[dim]) if d.mesh), default=0)
-        outer, rest = collectives.leading(dims[dim][behind:], ranks[mesh])
-        dims[dim] = (*dims[dim][:behind], outer._replace(mesh=mesh), *rest)
-    return replace(x, dims=tuple(dims))
-
-
-def compare_part(name: str, part: Any, whole: Any, expected: Part | None) -> Result:
-    """``part`` against what it is to be: the term of ``whole``, divided as ``expected``."""
-    for x in (part, whole):
-        if isinstance(x, Failed):
-            return Result(name, "wrong" if x.error.wrong else "unknown", str(x.error))
-    if whole is None:
-        return Result(name, "proved" if part is None else "wrong", "" if part is None else "has a gradient")
-    if part is None:
-        return Result(name, "wrong", "has no gradient")
-    if not isinstance(part, Part) or not isinstance(whole, Part):
-        return Result(name, "unknown", "is rows in an order that is data")
-    if part.partial:
-        return Result(name, "wrong", f"is returned as {describe(part)}")
-    if part.arranged != whole.arranged:
-        return Result(name, "unknown", "the terms are not the same")
-    wanted = whole if expected is None else expected
-    if [rules.profile(d) for d in part.dims] != [rules.profile(d) for d in wanted.dims]:
-        return Result(name, "wrong", f"is returned {describe(part)}, and is to be {describe(wanted)}")
-    return Result(name, "proved")
