@@ -17,6 +17,7 @@ from typing import Any, Callable, Sequence
 import torch
 import torch.fx as fx
 
+from mindspeed_fx import host_heap
 from mindspeed_fx.capture import CaptureError, capture, explain_unread, isolate, keeps_writes
 from mindspeed_fx.compat import bisector, distributed, dynamo, fx_graph, graph_inputs, inductor_cache, npu
 from mindspeed_fx.compat import inductor as inductor_compat
@@ -127,6 +128,8 @@ class Compilation:
         return compiled
 
     def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+        if self.options.target == "cpu":
+            host_heap.keep()
         self.averaged = data_parallel.parameters(inputs) if self.options.data_parallel else []
         if plan := sharding.take_shown_calls(gm):
             self.sharding, plan.between = plan, self.between
