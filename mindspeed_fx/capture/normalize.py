@@ -163,12 +163,9 @@ def _cast(node: fx.Node) -> None:
     source, value = node.args[0], node.meta["val"]
     if value is source.meta["val"] or (value.dtype == source.meta["val"].dtype and _same_storage(node, source)):
         _bypass(node, source, same_object=True)
-    elif value.device == source.meta["val"].device and node.kwargs.get("memory_format") in (
-        None,
-        torch.preserve_format,
-    ):
-        copies = node.kwargs.get("copy", False) or any(a is True for a in node.args[2:])
-        if value.dtype != source.meta["val"].dtype and not copies:
+    elif value.device == source.meta["val"].device and value.dtype != source.meta["val"].dtype:
+        format_kept = argument(node, "memory_format") in (None, torch.preserve_format)
+        if format_kept and not argument(node, "copy"):
             _replace(node, aten.to.dtype, (source, value.dtype))
 
 

@@ -292,3 +292,16 @@ def test_annotations_mark_mutation_and_gradient_flow():
     assert [p.meta["needs_grad"] for p in placeholders] == [True, False]
     assert by_target[aten.mul.Tensor].meta["needs_grad"] and not by_target[aten.sigmoid.default].meta["needs_grad"]
     assert not by_target[aten.sigmoid.default].meta["grad_enabled"]
+
+
+@pytest.mark.parametrize("level", [0, 2])
+@pytest.mark.parametrize(
+    "cast", [lambda x: x.to(torch.bfloat16, memory_format=torch.channels_last), lambda x: x.to(torch.float64, copy=True)]
+)
+def test_a_cast_keeps_what_else_it_was_told(cast, level):
+    """Where PyTorch puts the result in memory; a format that is given by place was taken for none."""
+    x = torch.randn(2, 3, 4, 5)
+    expected = cast(x)
+    for f, y in ((cast, expected), (lambda x: cast(x) * 2, expected * 2)):
+        found = torch.compile(f, backend="mindspeed", options={"level": level, "codegen": "eager"})(x)
+        assert torch.equal(found, y) and found.stride() == y.stride()
