@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_fx.megatron import groups
+from mindspeed_fx.megatron.patches import WITHOUT_ACCELERATOR, WITHOUT_CUDA, Patch
 
 
 class Event:
@@ -158,3 +159,24 @@ def npu_call(target: str, without: Any) -> Any:
     if answer is None:
         return without
     return answer if isinstance(answer, type) else functools.partial(answer)
+
+
+def table() -> list[Patch]:
+    """``torch.cuda`` as far as Megatron's training calls it: ``torch.npu``'s functions on an NPU, else a CPU's."""
+    names: dict[str, Any] = {
+        "torch.cuda:Stream": Stream,
+        "torch.cuda:Event": Event,
+        "torch.cuda:stream": stream_context,
+        "torch.cuda:memory_stats": memory_stats,
+        "torch.cuda:get_rng_state": rng_state,
+        "torch.cuda:set_rng_state": set_rng_state,
+        "torch.cuda:manual_seed": manual_seed,
+    }
+    for function, targets in SHARED.items():
+        # Dynamo knows torch's functions by name and refuses one object under two names.
+        names |= {target: functools.partial(function) for target in targets}
+    if groups.has_accelerator():
+        reason = "Megatron's training loop calls it for the device of its process, an NPU"
+        return [Patch(t, npu_call(t, cpu), reason, WITHOUT_CUDA) for t, cpu in names.items()]
+    reason = "Megatron's training loop calls it; a CPU has one stream and the memory of the process"
+    return [Patch(t, cpu, reason, WITHOUT_ACCELERATOR) for t, cpu in names.items()]

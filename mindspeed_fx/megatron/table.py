@@ -44,6 +44,7 @@ from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
     sliced_states,
     torch_fsdp2,
     uneven,
+    vision,
     wide_norms,
     zero_experts,
     zero_memory,
@@ -215,7 +216,11 @@ def _without_transformer_engine() -> list[Patch]:
     if _has_transformer_engine():
         return []
     reason = "compares a version with None where TransformerEngine is not installed"
-    return [Patch("utils:is_te_min_version", missing.is_te_min_version, reason, EVERYWHERE)]
+    norms = "its norms are torch's then, which do not take its words"
+    return [
+        Patch("utils:is_te_min_version", missing.is_te_min_version, reason, EVERYWHERE),
+        Patch(vision.TARGET, vision.clip_vit_init, norms, EVERYWHERE),
+    ]
 
 
 def _in_graph() -> list[Patch]:
@@ -282,7 +287,7 @@ def _without_cuda() -> list[Patch]:
     """On a CPU, and on an NPU without torch_npu's transfer_to_npu, for which "cuda" is no device."""
     where, kind = WITHOUT_CUDA, groups.kind()
     return [
-        *_cuda_calls(),
+        *cuda_calls.table(),
         *checkpoint_worker.table(),
         Patch(
             linear.LINEAR,
@@ -321,28 +326,6 @@ def _without_cuda() -> list[Patch]:
             "tensor_parallel.random:model_parallel_cuda_manual_seed", rng.manual_seed, "seeds CUDA's generator", where
         ),
     ]
-
-
-def _cuda_calls() -> list[Patch]:
-    """``torch.cuda`` as far as Megatron's training calls it: ``torch.npu``'s functions on an NPU, else a CPU's."""
-    calls = cuda_calls
-    names: dict[str, Any] = {
-        "torch.cuda:Stream": calls.Stream,
-        "torch.cuda:Event": calls.Event,
-        "torch.cuda:stream": calls.stream_context,
-        "torch.cuda:memory_stats": calls.memory_stats,
-        "torch.cuda:get_rng_state": calls.rng_state,
-        "torch.cuda:set_rng_state": calls.set_rng_state,
-        "torch.cuda:manual_seed": calls.manual_seed,
-    }
-    for function, targets in calls.SHARED.items():
-        # Dynamo knows torch's functions by name and refuses one object under two names.
-        names |= {target: functools.partial(function) for target in targets}
-    if has_accelerator():
-        reason = "Megatron's training loop calls it for the device of its process, an NPU"
-        return [Patch(t, calls.npu_call(t, cpu), reason, WITHOUT_CUDA) for t, cpu in names.items()]
-    reason = "Megatron's training loop calls it; a CPU has one stream and the memory of the process"
-    return [Patch(t, cpu, reason, WITHOUT_ACCELERATOR) for t, cpu in names.items()]
 
 
 def _without_accelerator() -> list[Patch]:

@@ -150,9 +150,12 @@ def _wrap_config(original: Any) -> Any:
 def _merge_words(parsed: argparse.Namespace, argv: Sequence[str]) -> None:
     """MindSpeed's flags beside a file of arguments: the words that were given, else the file's, else the defaults."""
     words, (given_words, _) = words_of(argv), _state["parser"].parse_known_args(list(argv))
+    sections = [x for x in vars(parsed).values() if isinstance(x, types.SimpleNamespace)]
     for flag in TABLE:
-        if flag.value is None and (flag.name in words or not hasattr(parsed, flag.attribute)):
-            setattr(parsed, flag.attribute, getattr(given_words, flag.attribute))
+        # Megatron refuses a name that stands both in a section and outside
+        owner = next((x for x in sections if hasattr(x, flag.attribute)), parsed)
+        if flag.value is None and (flag.name in words or not hasattr(owner, flag.attribute)):
+            setattr(owner, flag.attribute, getattr(given_words, flag.attribute))
     parsed.mindspeed_skip_flags = given_words.mindspeed_skip_flags
     parsed.mindspeed_peak_tflops = given_words.mindspeed_peak_tflops
 

@@ -19,6 +19,7 @@ from mindspeed_fx.megatron import (
     patches,
     ripipe,
     torch_fsdp2,
+    vision,
 )
 from mindspeed_fx.megatron.dualpipev import placement
 from mindspeed_fx.megatron.dualpipev import schedule as dualpipev
@@ -80,8 +81,12 @@ def compile_chunk(chunk: torch.nn.Module, options: dict[str, Any]) -> None:
     """
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    has_buckets = hasattr(chunk, "param_to_bucket_group") and buckets.listen(chunk)
     module = unwrap(chunk)
+    if apart := vision.parts(module):
+        for part in apart:
+            part.compile(backend="mindspeed", fullgraph=True, options=options)
+        return
+    has_buckets = hasattr(chunk, "param_to_bucket_group") and buckets.listen(chunk)
     if isinstance(getattr(module, "config", None), TransformerConfig):
         logged_losses.prepare(module.config)
     if has_buckets or hasattr(chunk, "late_gradients"):

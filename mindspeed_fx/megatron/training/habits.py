@@ -4,9 +4,11 @@ checks them: what the compiler does anyway is switched off there, and said in on
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from argparse import Namespace
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Callable
 
 from mindspeed_fx.megatron import groups, patches
@@ -14,6 +16,7 @@ from mindspeed_fx.megatron.training import assertions
 
 ARGUMENTS = "megatron.training.arguments:validate_args"
 YAML = "megatron.training.yaml_arguments:validate_yaml"
+CONFIG_FIELDS = "megatron.training.yaml_arguments:core_config_from_args"
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ HABITS = (
 )
 
 
-def settle(args: Namespace) -> list[str]:
+def settle(args: Namespace | SimpleNamespace) -> list[str]:
     """Change what ``args`` ask for by habit; returns a line for each change."""
     lines = []
     for habit in HABITS:
@@ -68,7 +71,7 @@ def settle(args: Namespace) -> list[str]:
     return lines + _settle_mask(args)
 
 
-def _settle_mask(args: Namespace) -> list[str]:
+def _settle_mask(args: Namespace | SimpleNamespace) -> list[str]:
     """No mask where it says no more than that attention is causal: a ring knows that, and needs no squares of the
     sequence's length. (TransformerEngine, and MindSpeed, take no notice of such a mask.)
     """
@@ -82,7 +85,7 @@ def _settle_mask(args: Namespace) -> list[str]:
     return ["create_attention_mask_in_dataloader=False: with context_parallel_size the causal mask is not data"]
 
 
-def _leave_activation_to_the_partition(args: Namespace) -> list[str]:
+def _leave_activation_to_the_partition(args: Namespace | SimpleNamespace) -> list[str]:
     """Megatron recomputes the activation of grouped experts alone, and refuses "moe_act" for others."""
     modules = getattr(args, "recompute_modules", None) or []
     if "moe_act" not in modules:
@@ -111,6 +114,15 @@ def _after_settling(name: str) -> Callable:
         return validated
 
     return validate
+
+
+def core_config_from_args(args: Namespace, dataclass: Any) -> dict[str, Any]:
+    """``megatron.training.yaml_arguments.core_config_from_args``, where a file may leave out what has a default: its own
+    check wants one field of the configuration outside of the sections, and then refuses it in them."""
+    for field in dataclasses.fields(dataclass):
+        if not hasattr(args, field.name) and field.default is not dataclasses.MISSING:
+            setattr(args, field.name, field.default)
+    return patches.original(CONFIG_FIELDS)(args, dataclass)
 
 
 validate_args = _after_settling(ARGUMENTS)
@@ -149,7 +161,8 @@ FLEX = {"deepep": "deep_ep", "hybridep": "deep_ep"}
 
 def _settle_and_print(args: Namespace) -> None:
     refuse(args)
-    for line in settle(args):
+    sections = [x for x in vars(args).values() if isinstance(x, SimpleNamespace)]  # of a file of arguments
+    for line in [line for x in (args, *sections) for line in settle(x)]:
         if getattr(args, "rank", 0) == 0:
             print(f"mindspeed_fx: {line}")
     if groups.kind() != "cuda" and getattr(args, "distributed_backend", None) == "nccl":

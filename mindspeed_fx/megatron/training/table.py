@@ -45,7 +45,10 @@ def table() -> dict[str, list[Patch]]:
             *loaded_steps.table(),
         ],
         ARGUMENTS: [Patch(habits.ARGUMENTS, habits.validate_args, HABIT, EVERYWHERE)],
-        YAML: [Patch(habits.YAML, habits.validate_yaml, HABIT, EVERYWHERE)],
+        YAML: [
+            Patch(habits.YAML, habits.validate_yaml, HABIT, EVERYWHERE),
+            Patch(habits.CONFIG_FIELDS, habits.core_config_from_args, "no file has all that it asks for", EVERYWHERE),
+        ],
         TRAINING: [
             Patch(
                 f"{TRAINING}:get_model",

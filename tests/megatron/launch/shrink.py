@@ -210,6 +210,8 @@ def _widths(args: Arguments, mesh: Mesh) -> None:
     args.lower("--rope-scaling-original-max-position-embeddings", 16)
     args.lower("--interleave-sliding-window", 16)
     args.lower("--sliding-window-size", 16)
+    for flag in ("--img-h", "--img-w"):
+        args.lower(flag, 2 * args.number("--patch-dim"))
     args.lower("--o-groups", 2 * mesh.tp)
     args.lower("--o-lora-rank", 16)
 
