@@ -31,6 +31,7 @@ CAUSES = (
         "ranks write into a folder that rank 0 may not have made yet: the test does not wait",
         r"Parent directory .*tmp_dist_ckpt does not exist",
     ),
+    results.Cause("Megatron's own FSDP is for CUDA", r"Invalid device string", r"mcore_fsdp_adapter"),
     results.Cause("asks where CUDA's memory is", r"\.is_cuda|device type|assert.*cuda"),
     results.Cause("needs CUDA", r"not compiled with CUDA|No NVIDIA|CUDA_HOME|_cuda_"),
     results.Cause("needs another package", r"No module named|Grouped GEMM is not available"),
