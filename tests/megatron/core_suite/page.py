@@ -22,6 +22,11 @@ CAUSES = (
         r"transformer_engine|Transformer ?Engine|TE[A-Z]\w+'? is not|Mock object has no attribute|MagicMock found",
     ),
     results.Cause("needs TransformerEngine", r"Expected value to be not None", r"typed_torch"),
+    results.Cause(
+        "needs TransformerEngine's layers: Megatron's local ones want a group that the test does not name",
+        r"KeyError: 'dp_cp_group'",
+    ),
+    results.Cause("torch logs a record of its own, and the test wants none", r"dcp_logger"),
     results.Cause("needs Triton", r"triton"),
     results.Cause("needs CUDA graphs", r"cudagraphs"),
     results.Cause(
