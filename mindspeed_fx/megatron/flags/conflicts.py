@@ -222,6 +222,18 @@ CONFLICTS: list[Conflict] = [
         "buckets of a chunk are reduced from its last micro-batch's backward on",
     ),
     Conflict(
+        "--schedules-method",
+        "--swap-attention",
+        "chunks do not run one after the other",
+        "what moves is a part of each chunk's graph, whose backward brings it back; the losses of the run without",
+    ),
+    Conflict(
+        "--schedules-method",
+        "--context-parallel-size",
+        "stages send whole sequences",
+        "messages have a rank's part of the sequence; losses of the interleaved schedule, ulysses and rings",
+    ),
+    Conflict(
         "--recompute-activation-function",
         "--recompute-granularity selective",
         "both choose what of a layer is recomputed",

@@ -87,16 +87,20 @@ SPARSE = {
         name: [
             (f"{DSA} {name}", dict(says="one key and one value, the latent")),
             (f"{name} {SPARSE_MODEL}", alone),
-            (name, dict(error="give")),
+            (name, dict(error=bare)),
             (f"{DSA} {name} --recompute-mla-up-proj", dict(says="one key and one value, the latent")),
             (
                 f"{DSA} {name} --recompute-granularity selective --recompute-modules mla_up_proj",
                 dict(error="remove --recompute-modules mla_up_proj"),
             ),
         ]
-        for name, alone in (
-            ("--enable-mla-absorb", dict(absorb_up_projections=True, says="more work in this form")),
-            ("--use-dsa-absorb", dict(error="--enable-mla-absorb absorbs without one")),
+        for name, alone, bare in (
+            (
+                "--enable-mla-absorb",
+                dict(absorb_up_projections=True, says="more work in this form"),
+                "give --multi-latent-attention",
+            ),
+            ("--use-dsa-absorb", dict(error="--enable-mla-absorb absorbs without one"), "absorbs without one"),
         )
     },
     NORMS: [

@@ -145,6 +145,22 @@ def test_micro_batches_of_other_lengths(words):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "words, world",
+    [
+        ("--swap-attention", 2),
+        ("--context-parallel-size 2", 4),
+        ("--context-parallel-size 2 --context-parallel-algo megatron_cp_algo", 4),
+    ],
+)
+def test_what_mindspeed_refuses_beside_it(words, world):
+    """Attention that is moved to the host, and divided sequences (docs/mindspeed_conflicts.md)."""
+    flags = f"{PIPELINE} --global-batch-size 16 {words}"
+    plain = train(f"{flags} {INTERLEAVED}", world, EAGER)
+    check_equal(plain, train(f"{flags} {V}", world, COMPILED))
+
+
+@pytest.mark.slow
 def test_late_gradients_of_weights():
     plain = train(f"{PIPELINE} {INTERLEAVED} --no-gradient-accumulation-fusion", 2, COMPILED)
     ours = train(f"{PIPELINE} {V} --dualpipev-dw-detach", 2, COMPILED)
