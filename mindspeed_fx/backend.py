@@ -9,7 +9,6 @@ With codegen "inductor" the steps sit in Inductor's hooks (one composite object 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 from typing import Any, Callable, Sequence

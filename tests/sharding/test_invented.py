@@ -53,6 +53,9 @@ def test_equals_one_device(kind, plan):
     result = simulate(model, mesh, made, **args)
     assert abs(result.outputs[0] - loss) <= 1e-12 * abs(loss)
     for name, wanted in gradients.items():
+        if wanted is None:  # of a norm that a block without cross-attention does not use
+            assert name not in result.gradients
+            continue
         assert (result.gradients[name] - wanted).abs().max() <= 1e-9 * max(1e-3, wanted.abs().max()), name
 
 
