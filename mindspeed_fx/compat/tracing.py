@@ -313,7 +313,8 @@ def wrap_operator() -> Any:
 @contextlib.contextmanager
 def in_one_graph(error: type[Exception], what: str) -> Iterator[None]:
     """Capture of a whole model within; where Dynamo breaks its graph, ``error`` says at which line and why. Calls of
-    loggers are left out, and break nothing.
+    loggers are left out, and break nothing; recurrent layers (``nn.GRU``) are read, at which Dynamo ends a graph unless
+    it is told otherwise.
 
     Args:
         what: that takes a model of one graph.
@@ -326,12 +327,11 @@ def in_one_graph(error: type[Exception], what: str) -> Iterator[None]:
         logging.Logger.warning,
         *(m for m in [getattr(logging.Logger, "warning_once", None)] if m),
     }
+    config = torch._dynamo.config
+    logs = getattr(config, "ignore_logging_functions", set())
+    settings = {"ignore_logging_functions": logs | calls, "allow_rnn": True}
     try:
-        with (
-            torch._dynamo.config.patch(ignore_logging_functions=torch._dynamo.config.ignore_logging_functions | calls)
-            if hasattr(torch._dynamo.config, "ignore_logging_functions")
-            else contextlib.nullcontext()
-        ):
+        with config.patch(**{name: value for name, value in settings.items() if hasattr(config, name)}):
             yield
     except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as e:  # the second: a value decides what is run
         frames = [f for f in getattr(e, "real_stack", None) or () if "/torch/" not in f.filename]

@@ -12,7 +12,8 @@ from torch import Tensor
 from mindspeed_fx.cost.operators import once
 from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import operator
-from mindspeed_fx.kernels.rope import refuse, rope, rope_backward
+from mindspeed_fx.kernels.rope import divisible, refuse, rope, rope_backward
+from mindspeed_fx.kernels.sharding import along
 
 
 def _fake(q, k, cos, sin, interleaved, backward):
@@ -42,6 +43,12 @@ def rope_pair(
     else:
         first, second = (rope.reference(x, cos, sin, interleaved) for x in (q, k))
     return first, second
+
+
+@rope_pair.shard
+def _sharding_rule(q, k, cos, sin, interleaved, backward):
+    both = [d for d in divisible(q, interleaved) if d in divisible(k, interleaved)]
+    return [([d, d], [d, d, along(cos, d, q.ndim), along(sin, d, q.ndim)]) for d in both if q.ndim == k.ndim]
 
 
 @rope_pair.costs

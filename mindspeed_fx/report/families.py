@@ -52,6 +52,7 @@ off, all are off."""
 SUPPORTING = (
     "canonicalize.autograd_function",
     "canonicalize.batched_arithmetic",
+    "canonicalize.expert_loop",
     "canonicalize.filled_buffers",
     "canonicalize.gelu",
     "canonicalize.silu",

@@ -109,7 +109,8 @@ def _with_loops(cls: type, lists: tuple[str, ...]) -> type | None:
     methods = {}
     for name in dir(cls):
         own = inspect.getattr_static(cls, name)
-        if isinstance(own, types.FunctionType) and (copy := _copy_of(own, lists)) is not None:
+        is_own = isinstance(own, types.FunctionType) and not own.__module__.startswith("torch.")
+        if is_own and (copy := _copy_of(own, lists)) is not None:
             methods[name] = _either(own, copy)
     if not methods:
         return None
@@ -135,6 +136,8 @@ def _copy_of(method: types.FunctionType, lists: tuple[str, ...]) -> Callable | N
         return None
     if not isinstance(tree.body[0], ast.FunctionDef) or tree.body[0].decorator_list:
         return None
+    if any(isinstance(n, ast.Attribute) and _is_mangled(n.attr) for n in ast.walk(tree)):
+        return None
     loops = [n for n in ast.walk(tree) if isinstance(n, ast.For) and _is_over_experts(n, lists) and _takes_rows(n)]
     if not loops:
         return None
@@ -153,6 +156,11 @@ def _copy_of(method: types.FunctionType, lists: tuple[str, ...]) -> Callable | N
     copy = types.FunctionType(body, method.__globals__, method.__name__, method.__defaults__, closure)
     copy.__kwdefaults__ = method.__kwdefaults__
     return copy
+
+
+def _is_mangled(name: str) -> bool:
+    """Whether a class gives ``self.name`` another name, which a copy outside of it would not."""
+    return name.startswith("__") and not name.endswith("__")
 
 
 def _code(code: types.CodeType, name: str) -> types.CodeType:

@@ -193,6 +193,36 @@ class Twice(Masked):
         return self.mix(flat, torch.ones_like(scores[:, :2]), choices).view(x.shape)
 
 
+class Overwritten(Masked):
+    """Of a token's experts the last one's result stays."""
+
+    def mix(self, x, weights, choices):
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            mask = (choices == i).any(dim=-1)
+            out[mask] = expert(x[mask])
+        return out
+
+
+class TwiceAdded(Mistral):
+    """Choices of a token that may be one expert, whose rows are read, added to and written, and so added once."""
+
+    forward = Twice.forward
+
+
+class Frozen(Masked):
+    """Shares without a gradient."""
+
+    def mix(self, x, weights, choices):
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            batch, nth = torch.where(choices == i)
+            with torch.no_grad():
+                share = weights[batch, nth, None]
+            out.index_add_(0, batch, expert(x[batch]) * share)
+        return out
+
+
 class Different(Guarded):
     """Experts that do not compute alike."""
 

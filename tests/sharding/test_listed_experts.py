@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mindspeed_fx.planning.simulate import simulate
-from mindspeed_fx.sharding.expert_lists import listed_parameters
+from mindspeed_fx.sharding import expert_lists
+from mindspeed_fx.sharding.expert_lists import Reading, keep_in_one_graph, listed_parameters
 from mindspeed_fx.sharding.plan import ShardingError
 from mindspeed_fx.sharding.presets import named_plan
 from tests import ranks
@@ -83,11 +84,44 @@ def test_lists_that_are_no_experts():
     (UNREAD[0], "an expert's aten.layer_norm.default does not work row by row"),
     (UNREAD[1], "the number of rows that a mask chooses is computed with"),
     (listed_experts.Twice, "may name an expert twice"),
+    (listed_experts.TwiceAdded, "may name an expert twice"),
+    (listed_experts.Overwritten, "written by several experts, and not added"),
+    (listed_experts.Frozen, "gradients off"),
     (listed_experts.Different, "do not compute alike"),
 ])  # fmt: skip
 def test_a_loop_that_cannot_be_read_says_why(spelling, says):
     with pytest.raises(ShardingError, match=says):
         simulate(model_of(spelling), {"ep": 2}, "ep_alltoall", torch.zeros(4, 6, dtype=torch.long))
+
+
+class Private(Where):
+    """Calls what every class of Python calls: its parent's method, and a name of its own."""
+
+    def mix(self, x, weights, choices):
+        for _expert in self.experts:
+            _chosen = torch.where(choices == 0)
+        return super().mix(x, weights, choices)
+
+
+class Mangled(Where):
+    def mix(self, x, weights, choices):
+        self.__own = [torch.where(choices == i)[0] for i, _ in enumerate(self.experts)]
+        for i, _expert in enumerate(self.experts):
+            self.__own[i] = torch.where(choices == i)
+        return super().mix(x, weights, choices)
+
+
+def test_a_copy_of_a_method_is_that_method():
+    """A copy calls its class's parent; a method with a name that its class changes is none to be copied."""
+    kept = [named_plan("ep", model_of(kind)).parameters for kind in (Where, Private)]
+    assert kept[0] == kept[1]
+    model = model_of(Private)
+    keep_in_one_graph(model, Reading())
+    mlp = model.layers[0].mlp
+    assert type(mlp) is not Private and type(mlp).__mro__[1] is Private
+    assert torch.equal(mlp(torch.ones(1, 2, 8).double()), model_of(Private).layers[0].mlp(torch.ones(1, 2, 8).double()))
+    assert expert_lists._copy_of(Mangled.mix, ("experts",)) is None
+    assert expert_lists._copy_of(Private.mix, ("experts",)) is not None
 
 
 def on_gloo(tmp_path, spellings, mesh, plan, codegen="eager", fullgraph=True):

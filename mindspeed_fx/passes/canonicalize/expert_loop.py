@@ -98,13 +98,19 @@ class _Loop:
                 raise Miss("the experts of the loop are not chosen alike")
         if not is_never_negative(self.choices):
             raise Miss(f"the choices ({self.choices.name}) come from no topk, sort or argmax, and may be negative")
-        if first.mask.joins and not _are_distinct(self.choices):
+        once = first.mask.joins or (first.adds and match.is_call(first.node, aten.index_put.default))
+        if once and not _are_distinct(self.choices):
             raise Miss(f"a token's choices ({self.choices.name}) may name an expert twice")
         if not first.adds and _numbers(self.choices) != self.experts:
             raise Miss("rows are written, and may be left unwritten where a choice is no expert of the loop")
         region = [a.node for a in self.chain]
         if reason := match.unsafe(region, [self.choices]):
             raise Miss(reason)
+
+    def _check_gradients(self, nodes: Sequence[Any]) -> None:
+        with_gradients = {n.meta.get("grad_enabled", True) for n in (*nodes, self.at) if isinstance(n, fx.Node)}
+        if len(with_gradients) > 1:
+            raise Miss("part of the loop runs with gradients off (torch.no_grad) and part with them on")
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return rewrite.insert(self.gm, self.at, target, args, kwargs)
@@ -116,6 +122,8 @@ class _Loop:
         per_token = read.tokens_of(self.base, self.chain[0].coordinates)
         if per_token is None:
             raise Miss("results are not added to the tokens that they come from")
+        if per_token > 1 and not self.chain[0].adds:
+            raise Miss("rows of one token are written by several experts, and not added")
         rows, weights = self._weighted()
         value = self.lift(rows)
         count = match.value(self.base).shape[0] if len(self.chain[0].coordinates) == 1 else None
@@ -148,6 +156,7 @@ class _Loop:
     def _weights(self, shares: Sequence[Any]) -> fx.Node | None:
         """The weight of each pair, as the choices lie, where each expert takes those of its own pairs."""
         taken = [self._uncolumn(s) for s in shares]
+        self._check_gradients(taken)
         reads = [read.taken(t) if isinstance(t, fx.Node) else None for t in taken]
         if None in reads or any(c.mask != a.mask for r, a in zip(reads, self.chain) for c in r[1]):
             return None
@@ -178,7 +187,9 @@ class _Loop:
 
     def _summed(self, sources: list[fx.Node]) -> fx.Node | None:
         """W when each source is the sum of W where the choice is the expert: one pair's weight each."""
-        tables = []
+        tables: list[Any] = []
+        if not _are_distinct(self.choices):
+            return None
         for source, added in zip(sources, self.chain):
             if not match.is_call(source, aten.sum.dim_IntList) or not match.is_call(source.args[0], aten.mul.Tensor):
                 return None
@@ -211,8 +222,9 @@ class _Loop:
         first = nodes[0]
         if any(not isinstance(n, fx.Node) or n.target != first.target for n in nodes):
             raise Miss(f"the experts do not compute alike ({getattr(first, 'name', first)})")
-        if first.meta.get("mutated"):
+        if any(n.meta.get("mutated") for n in nodes):
             raise Miss(f"{first.name} is changed in place")
+        self._check_gradients(nodes)
         gathered = [read.taken(n) for n in nodes]
         if gathered[0] is not None:
             return self._tokens(nodes, gathered)
