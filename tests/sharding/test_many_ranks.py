@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from mindspeed_fx.compat import dtensor
 from mindspeed_fx.sharding.spmd import many_ranks, redistribute
+from tests import ranks
+from tests.sharding import many_ranks as real_ranks
 
 
 @pytest.mark.parametrize("placements", [[Shard(0), Shard(1)], [Shard(1), Replicate()], [Shard(1), Shard(1)]])
@@ -28,3 +32,14 @@ def test_what_is_gathered_and_scattered_is_the_whole(placements, monkeypatch):
         parts = redistribute.placed_at(terms, [Replicate(), Shard(1)])
         assert len(calls) == gathers + 1
         assert torch.equal(dtensor.reconcile(parts.full_tensor()), 2 * whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", real_ranks.PLANS)
+def test_four_processes_train_alike(plan, tmp_path):
+    """Real ranks, with the threshold at one: the same gradients as DTensor's way gives, and as one device's."""
+    ranks.spawn(real_ranks.worker, (str(tmp_path / "store"), str(tmp_path), plan), nprocs=real_ranks.RANKS)
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(real_ranks.RANKS)]
+    assert len({f["moves"] for f in found}) == 1 and found[0]["moves"] > 0
+    for f in found:
+        assert not f["layouts"] and f["ways"] <= 1e-13 and f["device"] <= 1e-12, f

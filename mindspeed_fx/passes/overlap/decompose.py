@@ -17,6 +17,9 @@ for fewer rows, a ring may begin an element's sum at another rank, and gradients
 
 from __future__ import annotations
 
+import functools
+from typing import Callable
+
 import torch
 import torch.fx as fx
 
@@ -26,7 +29,7 @@ from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
 from mindspeed_fx.passes.overlap.chunking.chunk import compute_in_chunks
 from mindspeed_fx.passes.overlap.chunking.chunk_search import PARTS, Trials
 from mindspeed_fx.passes.overlap.chunking.chunk_spec import Draft, Parts
-from mindspeed_fx.passes.overlap.chunking.region import KINDS, REACHES, has_static_sizes, regions
+from mindspeed_fx.passes.overlap.chunking.region import KINDS, REACHES, Region, has_static_sizes, regions
 from mindspeed_fx.passes.overlap.chunking.windows import best
 from mindspeed_fx.passes.overlap.model.costs import device
 from mindspeed_fx.passes.overlap.model.task_graph import LARGE
@@ -60,8 +63,9 @@ def overlap_decompose(gm: fx.GraphModule, context: Context) -> PassReport:
         context.overlap.order = (tried.nodes, tried.plain.order)
         report.skipped += [skip(kind(n), n, full) for n in starts]
         return report.note_reason(f"modelled step {tried.plain.seconds * 1e3:.3f} ms whole; {full}")
+    read = functools.cache(regions)  # of the graph as it is now
     with no_gc(large):
-        result = best(tried, starts)
+        result = best(tried, starts, read)
     report.notes.append(tried.told)
     inside: set[fx.Node] = set()
     for region, parts in result.regions:
@@ -76,7 +80,7 @@ def overlap_decompose(gm: fx.GraphModule, context: Context) -> PassReport:
         )
     for n in starts:
         if n not in inside:
-            report.skipped.append(skip(kind(n), n, result.untried.get(n) or _why(n, result.cuttable)))
+            report.skipped.append(skip(kind(n), n, result.untried.get(n) or _why(n, result.cuttable, read)))
     if not result.regions:
         context.overlap.order = (tried.nodes, tried.plain.order)
     put = Draft(gm, tried.values) if large else None
@@ -92,12 +96,12 @@ def _describe(parts: Parts) -> str:
     return f"{parts} chunks" if isinstance(parts, int) else f"{len(parts)} chunks of {':'.join(map(str, parts))}"
 
 
-def _why(start: fx.Node, cuttable: set[fx.Node]) -> str:
+def _why(start: fx.Node, cuttable: set[fx.Node], read: Callable[[fx.Node, str], list[Region]]) -> str:
     if start in cuttable:
         return "the model finds no shorter step with it in chunks"
     if not has_static_sizes(start) or not has_static_sizes(start.args[0]):
         return "its sizes are known at run time only (dynamic shapes)"
-    grown = [r for reach in REACHES for r in regions(start, reach)]
+    grown = [r for reach in REACHES for r in read(start, reach)]
     if grown:
         shape = tuple(
             (start.meta["val"] if kind(start) == "reduce_scatter_tensor" else start.args[0].meta["val"]).shape

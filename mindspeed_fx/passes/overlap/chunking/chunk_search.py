@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import Any, Callable, Iterator, Sequence
 
 import torch.fx as fx
@@ -43,18 +42,20 @@ chunks by this share at least. Of 39 steps none comes out longer with it and FEW
 (benchmarks/results/2026-11-26-chunk_search.txt).
 """
 
-FEW = 2
-"""Ways of one kind, all together and then single ones, that bring nothing before the others of the kind are passed
-over."""
+FEW = 4
+"""Single regions, the most exposed first, that bring nothing one after the other before the rest is passed over."""
 
 
-def disjoint(starts: Sequence[fx.Node], reach: str) -> Iterator[Region]:
-    """Regions that share no node, the first along each collective's best dimension that can be cut."""
+def disjoint(
+    starts: Sequence[fx.Node], reach: str, read: Callable[[fx.Node, str], list[Region]] = regions
+) -> Iterator[Region]:
+    """Regions that share no node, the first along each collective's best dimension that can be cut. ``read``: what
+    reads them, :func:`regions` or one that remembers."""
     taken: set[fx.Node] = set()
     for start in starts:
         if start in taken:
             continue
-        for region in regions(start, reach):
+        for region in read(start, reach):
             if region.most_parts(PARTS) and not taken & set(region.cuts):
                 taken |= set(region.cuts)
                 yield region
@@ -163,9 +164,12 @@ class Trials:
         few may be better than all. Then single ones, as where memory is full at a backward's begin.
         """
         now: list[tuple[Region, Parts]] = []
-        failed: Counter[int] = Counter()
-        for k, same in [*enumerate(kinds), *self._single(kinds)]:
-            if failed[k] >= FEW or any(set(r.cuts) & set(s.cuts) for r in same for s, _ in now):
+        failed = 0
+        for k, same in enumerate([*kinds, *self._single(kinds)]):
+            is_single = k >= len(kinds)
+            if is_single and failed == FEW:
+                break
+            if any(set(r.cuts) & set(s.cuts) for r in same for s, _ in now):
                 continue
             shortest, best = math.inf, now
             for parts in same[0].most_parts(PARTS[:2]):
@@ -174,22 +178,20 @@ class Trials:
                 if result is not None and result < shortest:
                     shortest, best = result, trial
                 if result is not None and result >= seconds * (1 - 1e-3):
-                    failed[k] += len(same) == 1 or result < math.inf
+                    failed += is_single
                     break  # nor will more chunks pay
             if shortest < seconds * (1 - 1e-3):
-                seconds, now = shortest, best
+                seconds, now, failed = shortest, best, 0
         return seconds, now
 
-    def _single(self, kinds: list[list[Region]]) -> list[tuple[int, list[Region]]]:
-        """Regions that are exposed, each alone, the most exposed of a kind first, with the number of their kind."""
+    def _single(self, kinds: list[list[Region]]) -> list[list[Region]]:
+        """Regions that have others like them and are exposed, each alone, the most exposed first."""
         if self.within is not None:
             return []
-        return [
-            (k, [r])
-            for k, same in enumerate(kinds)
-            for r in sorted(same, key=self._exposed, reverse=True)
-            if len(same) > 1 and self._exposed(r) > GAIN / 2 * self.plain.seconds
-        ]
+        results = [r for same in kinds if len(same) > 1 for r in same]
+        exposed = [(self._exposed(r), k) for k, r in enumerate(results)]
+        least = GAIN / 2 * self.plain.seconds
+        return [[results[k]] for seconds, k in sorted(exposed, key=lambda e: -e[0]) if seconds > least]
 
     def _refined(self, seconds: float, chosen: list[tuple[Region, Parts]]) -> tuple[float, list[tuple[Region, Parts]]]:
         """Each kind of region by itself: another number of chunks, or none."""

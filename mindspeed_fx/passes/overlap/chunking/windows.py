@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Sequence
+from typing import Any, Callable, Sequence
 
 import torch
 import torch.fx as fx
@@ -19,7 +19,7 @@ from mindspeed_fx.compat import fx_graph
 from mindspeed_fx.graph.collectives import is_wait, kind
 from mindspeed_fx.passes.overlap.chunking.chunk_search import GAIN, Trials, disjoint
 from mindspeed_fx.passes.overlap.chunking.chunk_spec import Parts
-from mindspeed_fx.passes.overlap.chunking.region import Region
+from mindspeed_fx.passes.overlap.chunking.region import Region, regions
 from mindspeed_fx.passes.overlap.model.simulator import memory_curve
 
 LARGE = 3000
@@ -45,11 +45,11 @@ class Found:
     """Collectives that were not, and why."""
 
 
-def best(attempts: Trials, starts: Sequence[fx.Node]) -> Found:
-    """The best way that is found to cut the regions of these collectives."""
+def best(attempts: Trials, starts: Sequence[fx.Node], read: Callable[[fx.Node, str], list[Region]] = regions) -> Found:
+    """The best way that is found to cut the regions of these collectives, which ``read`` reads."""
     if len(attempts.places) > LARGE:
         return _on_windows(attempts, starts)
-    results = {reach: list(disjoint(starts, reach)) for reach in attempts.reaches}
+    results = {reach: list(disjoint(starts, reach, read)) for reach in attempts.reaches}
     return Found(attempts.best(results), {s for rs in results.values() for r in rs for s in r.starts}, {})
 
 
