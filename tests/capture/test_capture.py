@@ -296,8 +296,7 @@ def test_annotations_mark_mutation_and_gradient_flow():
 
 @pytest.mark.parametrize("level", [0, 2])
 @pytest.mark.parametrize(
-    "cast",
-    [lambda x: x.to(torch.bfloat16, memory_format=torch.channels_last), lambda x: x.to(torch.float64, copy=True)],
+    "cast", [lambda x: x.to(torch.bfloat16, memory_format=torch.channels_last), lambda x: x.to(torch.float64, copy=True)]
 )
 def test_a_cast_keeps_what_else_it_was_told(cast, level):
     """Where PyTorch puts the result in memory; a format that is given by place was taken for none."""

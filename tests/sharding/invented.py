@@ -119,9 +119,7 @@ class Mixture(nn.Module):
             x = layer(x)
             share = layer.ff.gate(x).softmax(-1).mean((0, 1))
             balance = balance + (share * share).sum()
-        return (
-            F.cross_entropy(F.linear(self.norm(x), self.words.weight).flatten(0, 1), labels.flatten()) + 0.01 * balance
-        )
+        return F.cross_entropy(F.linear(self.norm(x), self.words.weight).flatten(0, 1), labels.flatten()) + 0.01 * balance
 
 
 class MaskedMixture(Mixture):
