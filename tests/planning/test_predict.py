@@ -121,6 +121,11 @@ def test_between_stages_half_the_tokens_take_half_the_time():
     assert middle - short == pytest.approx(long - middle) and middle > 1.5 * short
 
 
+def test_tokens_per_second_are_those_of_a_device():
+    made = predict(LLAMA, RUN)
+    assert made.tokens_per_second * made.seconds * RUN.devices == pytest.approx(RUN.batch * RUN.sequence)
+
+
 def test_virtual_stages_divide_the_bubble():
     one = predict(LLAMA, dataclasses.replace(RUN, pp=4, batch=32))
     two = predict(LLAMA, dataclasses.replace(RUN, pp=4, batch=32, vpp=2))
