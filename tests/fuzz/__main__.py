@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import sys
 import time
@@ -27,6 +28,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     warnings.simplefilter("ignore")
     logging.getLogger("torch").setLevel(logging.CRITICAL)
+    # What is imported stays: looked through with every program it took 7 % of the time.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
     tally, start, seed = Tally(), time.monotonic(), options.seed
     while tally.programs < options.count if options.count else time.monotonic() - start < 60 * options.minutes:
         case, verdict = run_seed(seed, options.codegen)

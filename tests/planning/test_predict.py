@@ -109,6 +109,23 @@ def test_a_pipeline_takes_as_long_as_it_is_played():
     assert busy + timing.parts["bubble"] == pytest.approx(played.seconds, rel=0.03)
 
 
+def test_between_stages_half_the_tokens_take_half_the_time():
+    hw = hardware("ascend910b2")
+    constants = dataclasses.replace(training_constants(hw), exposed_sends=1.0)
+
+    def sends(sequence):
+        run = dataclasses.replace(RUN, sequence=sequence)
+        return time_step(LLAMA, run, step_work(LLAMA, run), hw, constants).parts["stages"]
+
+    short, middle, long = sends(4096), sends(8192), sends(12288)
+    assert middle - short == pytest.approx(long - middle) and middle > 1.5 * short
+
+
+def test_tokens_per_second_are_those_of_a_device():
+    made = predict(LLAMA, RUN)
+    assert made.tokens_per_second * made.seconds * RUN.devices == pytest.approx(RUN.batch * RUN.sequence)
+
+
 def test_virtual_stages_divide_the_bubble():
     one = predict(LLAMA, dataclasses.replace(RUN, pp=4, batch=32))
     two = predict(LLAMA, dataclasses.replace(RUN, pp=4, batch=32, vpp=2))

@@ -182,11 +182,12 @@ def _trace(run: Any, tensors: list[torch.Tensor], target: Any) -> fx.GraphModule
     return None
 
 
-def _undefined(out: Any, reason: str) -> Value:
-    """Memory that is to be written: there is nothing to prove of an element that is read before."""
+def _undefined(out: Any, name: str) -> Value:
+    """Memory that is to be written: of an element that is read before nothing is known but where it lies."""
 
-    def element(_: Any) -> Any:
-        raise Unsupported(reason)
+    def element(i: Any) -> Any:
+        p = whole(name, [], i)
+        return negate(is_zero_real(p)) if out.dtype == torch.bool else p
 
     return Value(out.shape, out.dtype, element)
 
@@ -194,7 +195,7 @@ def _undefined(out: Any, reason: str) -> Value:
 def _opaque(node: fx.Node, val: Any, args: Any, kwargs: Any) -> Any:
     """A function of whole tensors: equal where the operator, its numbers and its tensors are."""
     if "empty" in str(node.target):
-        return pytree.tree_map_only(_Sized, lambda out: _undefined(out, f"{node.target} has whatever values"), val)
+        return pytree.tree_map_only(_Sized, lambda out: _undefined(out, f"{node.target} {node.name}"), val)
     leaves = pytree.tree_leaves((args, kwargs))
     tensors = [(v.shape, v.at) for v in leaves if isinstance(v, Value)]
     numbers = [repr(v) for v in leaves if not isinstance(v, Value)]

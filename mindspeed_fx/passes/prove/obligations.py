@@ -204,10 +204,16 @@ def to_open(obligation: Obligation) -> set[str]:
 
 
 def last_shared(obligation: Obligation) -> str | None:
-    """The leaf of both sides that is computed last."""
+    """The leaf of both sides that is computed last; masks, which are seldom any values, before others."""
     other = obligation.after.leaves
     both = [name for name, n in obligation.before.leaves.items() if name in other and n.op == "call_function"]
-    return both[-1] if both else None
+    first = [name for name in both if getattr(other[name].meta.get("val"), "dtype", None) == torch.bool]
+    return (first or both or [None])[-1]
+
+
+def has_whole_numbers(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
 
 
 def signature(obligation: Obligation) -> str:

@@ -223,3 +223,43 @@ def test_equal_layers_are_proved_once(monkeypatch):
 def test_the_option_is_one_of_three():
     with pytest.raises(OptionError, match=r'"off", "each", "prove" \(did you mean "prove"\?\)'):
         Options(check="proof")
+
+
+def masked_twice(x):
+    mask = torch.ones(4, 4, dtype=torch.bool).tril()
+    return x.masked_fill(mask.logical_not(), 0.0), mask
+
+
+def cut_to_a_triangle(x):
+    mask = torch.ones(4, 4, dtype=torch.bool).tril()
+    return x.tril(), mask
+
+
+@pytest.mark.parametrize("rounds, is_proved", [(1, False), (6, True)])
+def test_a_mask_that_was_not_looked_into_refutes_nothing(rounds, is_proved):
+    """Numbers for a mask's elements need be none that the graph has."""
+    from mindspeed_fx.compat import tracing
+    from mindspeed_fx.passes.prove import sites
+    from mindspeed_fx.passes.prove.obligations import Diff
+
+    before, after = (
+        tracing.make_fx_decomposed(f, [torch.randn(4, 4)], None) for f in (masked_twice, cut_to_a_triangle)
+    )
+    diff = Diff(before, after)
+    for a, b in diff.in_order():
+        outcome = sites._examined(diff, diff.obligation(a, b), rounds)
+        assert not outcome.witness and (not outcome.reason) == is_proved, outcome
+
+
+def filled(x, y):
+    buffer = torch.empty(4, 6)
+    buffer[:, :2] = x
+    buffer[:, 2:] = y
+    return buffer * 2
+
+
+def test_a_buffer_that_slices_fill_is_proved_to_be_their_cat():
+    x, y = torch.randn(4, 2), torch.randn(4, 4)
+    assert ("canonicalize.filled_buffers", "proved") in {
+        (name, p.status) for name, p in proofs(filled, {"x": x, "y": y})
+    }

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Sequence
 
 from mindspeed_fx.sharding.audit.relations import collectives
+from mindspeed_fx.sharding.audit.relations.numbers import Numeric
 from mindspeed_fx.sharding.audit.relations.parts import Part, Terms, Unproved, describe, profile
 
 
@@ -47,6 +48,8 @@ def compare_part(name: str, part: Any, whole: Any, expected: Part | None) -> Res
         return Result(name, "proved" if part is None else "wrong", "" if part is None else "has a gradient")
     if part is None:
         return Result(name, "wrong", "has no gradient")
+    if isinstance(part, Numeric) or isinstance(whole, Numeric):
+        return Result(name, "unknown", "follows from integers of which no relation is known")
     if not isinstance(part, Part) or not isinstance(whole, Part):
         return Result(name, "unknown", "is rows in an order that is data")
     if part.partial:

@@ -78,7 +78,7 @@ class Numbers:
         """For each rank."""
         return [self._value(p, n) for p, n in zip(self.places, nodes)]
 
-    def drawn(self, part: Part, place: Place) -> Tensor | None:
+    def chosen_part(self, part: Part, place: Place) -> Tensor | None:
         """A rank's part of a term that is drawn."""
         if part.picked or part.partial or part.term not in self.terms.choices:
             return None
@@ -95,7 +95,7 @@ class Numbers:
     def _computed(self, place: Place, node: fx.Node) -> Any:
         relation = self.values(node)
         if isinstance(relation, Part):
-            known = self.drawn(relation, place)
+            known = self.chosen_part(relation, place)
             if known is not None:
                 return known
         if node.op == "get_attr":

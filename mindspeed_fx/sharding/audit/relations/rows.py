@@ -98,14 +98,14 @@ def masked(x: Rows, mask: Sequence[Tensor]) -> Rows:
     return x.moved([torch.where(m, p, ZERO) for p, m in zip(x.pairs, flat)])
 
 
-def exchanged(c: Context, x: Rows, size: int, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> Rows:
+def exchanged(c: Context, x: Rows, size: int, messages: Sequence[Tensor], receives: Sequence[Tensor]) -> Rows:
     """Runs of rows to every rank of a group, zeros behind what comes."""
     result = []
     for place in c.places:
         ranks = c.members(place.rank)
         mine, come = ranks.index(place.rank), []
         for i, r in enumerate(ranks):
-            run = x.pairs[r].split([*sends[r].tolist(), len(x.pairs[r]) - int(sends[r].sum())])[mine]
+            run = x.pairs[r].split([*messages[r].tolist(), len(x.pairs[r]) - int(messages[r].sum())])[mine]
             if len(run) != int(receives[place.rank][i]):
                 raise Unproved("a rank sends another number of rows than is received")
             come.append(run)

@@ -263,10 +263,10 @@ class Walk:
         if any(_numbers(m) != _numbers(nodes[0]) for m in nodes):
             raise Unknown("numbers of ranks differ")
 
-    def _cat(self, given: list[Part | Fill], dim: int) -> Part:
+    def _cat(self, pieces: list[Part | Fill], dim: int) -> Part:
         """Of parts that are whole along ``dim``, and numbers."""
-        parts = [p for p in given if isinstance(p, Part)]
-        if any(isinstance(p, Fill) and isinstance(p.value, Part) for p in given):
+        parts = [p for p in pieces if isinstance(p, Part)]
+        if any(isinstance(p, Fill) and isinstance(p.value, Part) for p in pieces):
             raise Unknown("one value joined to others")
         order = [*(i for i in range(len(parts[0].dims)) if i != dim), dim]
         moved = [replace(p, dims=tuple(p.dims[i] for i in order)) for p in parts]
@@ -279,9 +279,9 @@ class Walk:
         if any(p.partial != parts[0].partial for p in parts):
             raise Unproved("a partial sum is joined to what is none")
         sizes = list(parts[0].whole)
-        sizes[dim] = sum(p.shape[dim] if isinstance(p, Fill) else p.whole[dim] for p in given)
-        key = ("cat", dim, *((p.value, p.shape[dim]) if isinstance(p, Fill) else p.arranged for p in given))
-        if len(parts) < len(given) and parts[0].partial and any(p.value for p in given if isinstance(p, Fill)):
+        sizes[dim] = sum(p.shape[dim] if isinstance(p, Fill) else p.whole[dim] for p in pieces)
+        key = ("cat", dim, *((p.value, p.shape[dim]) if isinstance(p, Fill) else p.arranged for p in pieces))
+        if len(parts) < len(pieces) and parts[0].partial and any(p.value for p in pieces if isinstance(p, Fill)):
             raise Unproved("a partial sum is joined to numbers")
         return self.terms.fresh(key, sizes, shared, parts[0].partial)
 

@@ -1,0 +1,33 @@
+"""Gated units of 16-bit tensors: computed in float32, rounded once; gradients in the types of what they are of."""
+
+import pytest
+import torch
+
+import mindspeed_fx.backend  # noqa: F401  registers the operators
+
+ops = torch.ops.mindspeed
+
+
+def inputs():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(64, 32, generator=generator).bfloat16() for _ in range(3)]
+
+
+def test_a_gate_is_rounded_once():
+    _, x, up = inputs()
+    once = (torch.relu(x.float()) * up.float()).bfloat16()
+    assert torch.equal(ops.glu(x, up, "relu"), once)
+    once = (x.float() * torch.sigmoid(x.float()) * up.float()).bfloat16()
+    assert torch.equal(ops.swiglu(x, up), once)
+    once = (torch.sigmoid(x.float()) * up.float()).bfloat16()
+    assert torch.equal(ops.glu(x, up, "sigmoid"), once)
+
+
+@pytest.mark.parametrize("up_dtype", [torch.bfloat16, torch.float32])
+def test_gradients_have_the_types_of_their_inputs(up_dtype):
+    grad, x, up = inputs()
+    for dx, dup in (
+        ops.swiglu_backward(grad, x, up.to(up_dtype)),
+        ops.glu_backward(grad, x, up.to(up_dtype), "sigmoid"),
+    ):
+        assert dx.dtype == x.dtype and dup.dtype == up_dtype
