@@ -124,9 +124,8 @@ def _config(kind: str, sizes: dict[str, Any], own: dict[str, Any]) -> Any:
     from transformers import AutoConfig
 
     default = AutoConfig.for_model(kind)
-    parts = {
-        p: known_sizes(getattr(default, p), sizes) | own.get(p, {}) for p in default.sub_configs if has(default, p)
-    }
+    sizes, own = ({k: v for k, v in d.items() if v is not None or k not in own} for d in (sizes, own))
+    parts = {p: known_sizes(getattr(default, p), sizes) for p in default.sub_configs if has(default, p)}
     return AutoConfig.for_model(kind, **{**known_sizes(default, sizes), **own, **parts})
 
 
