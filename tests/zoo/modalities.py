@@ -75,6 +75,11 @@ OWN: dict[str, dict[str, Any]] = {
 }
 """What single architectures need besides."""
 
+NOTES = dict.fromkeys(
+    ("vision/clip", "vision/siglip", "vision/metaclip_2"),
+    "layer_norm: 1 of the pooled output, which no loss reads, so that no graph has it",
+)
+
 IMAGE_TOKENS = {"llava": 16, "gemma3": 4, "paligemma": 16, "internvl": 4, "aya_vision": 4, "smolvlm": 4, "idefics3": 4,
                 "cohere2_vision": 4, "got_ocr2": 1}  # fmt: skip
 """Tokens of an image of :data:`IMAGE` in the text of each model of images and text."""
