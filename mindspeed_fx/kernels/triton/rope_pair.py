@@ -23,11 +23,13 @@ def rope_rotate_pair(
 ):  # fmt: skip
     """Both as in rotate_rows, with sizes and strides of their own and one table of angles."""
     rotate_rows(
-        q_ptr, cos_ptr, sin_ptr, q_out_ptr, q_outer, q_inner, q_heads, q0, q1, q2, qy0, qy1, qy2, qc0, qc1, qc2, qs0, qs1, qs2,
+        q_ptr, cos_ptr, sin_ptr, q_out_ptr, q_outer, q_inner, q_heads,
+        q0, q1, q2, qy0, qy1, qy2, qc0, qc1, qc2, qs0, qs1, qs2,
         DIM, INTERLEAVED, BACKWARD, Q_SHARED, HEADS, HALF,
     )  # fmt: skip
     rotate_rows(
-        k_ptr, cos_ptr, sin_ptr, k_out_ptr, k_outer, k_inner, k_heads, k0, k1, k2, ky0, ky1, ky2, kc0, kc1, kc2, ks0, ks1, ks2,
+        k_ptr, cos_ptr, sin_ptr, k_out_ptr, k_outer, k_inner, k_heads,
+        k0, k1, k2, ky0, ky1, ky2, kc0, kc1, kc2, ks0, ks1, ks2,
         DIM, INTERLEAVED, BACKWARD, K_SHARED, HEADS, HALF,
     )  # fmt: skip
 
