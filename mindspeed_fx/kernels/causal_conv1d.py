@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_fx.compat import symbols
+from mindspeed_fx.compat.fake import hint
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.cost.operators import SPECIAL, once
 from mindspeed_fx.kernels import triton
@@ -168,6 +169,8 @@ def _refuse(x, weight, bias, **others):
         return f"{size} weights for each channel, the kernel takes known sizes up to 16"
     if not all(any(symbols.statically_known_true(t.stride(d) == 1) for d in (1, 2)) for t in (x, *others.values())):
         return "neither channels nor the sequence are contiguous"
+    if hint(channels) * hint(x.stride(1)) + hint(x.shape[2]) * hint(x.stride(2)) >= 2**31:
+        return "a sequence of more elements than offsets of 32 bits reach"
     return triton.refuse_types(1, x=x, weight=weight, bias=bias, **others)
 
 
