@@ -13,6 +13,7 @@ from mindspeed_fx.cost.operators import once
 from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import operator
 from mindspeed_fx.kernels.rope import refuse, rope, rope_backward
+from mindspeed_fx.kernels.sharding import along
 
 
 def _fake(q, k, cos, sin, interleaved, backward):
@@ -47,6 +48,17 @@ def rope_pair(
 @rope_pair.costs
 def _cost(out, q, k, cos, sin, interleaved, backward):
     return once(out, q, k, cos, sin, vector=3 * (q.numel + k.numel))
+
+
+@rope_pair.shard
+def _sharding_rule(q, k, cos, sin, interleaved, backward):
+    if q.ndim != k.ndim:
+        return []
+    return [
+        ([d, d], [d, d, along(cos, d, q.ndim), along(sin, d, q.ndim)])
+        for d in range(q.ndim - 1)
+        if q.shape[d] == k.shape[d] or k.shape[d] != 1 and q.shape[d] != 1
+    ]
 
 
 def _supports(q, k, cos, sin, interleaved, backward):
