@@ -113,7 +113,7 @@ def _backward_cost(out, grad, x, cos, sin, interleaved, need_angles):
 
 @rope.shard
 def _sharding_rule(x, cos, sin, interleaved):
-    return [([d], [d, along(cos, d, x.ndim), along(sin, d, x.ndim)]) for d in _divisible(x, interleaved)]
+    return [([d], [d, along(cos, d, x.ndim), along(sin, d, x.ndim)]) for d in divisible(x, interleaved)]
 
 
 @rope_backward.shard
@@ -124,11 +124,11 @@ def _sharding_rule_backward(grad, x, cos, sin, interleaved, need_angles):
 
     return [
         ([d, angles(cos, d), angles(sin, d)], [d, d, along(cos, d, x.ndim), along(sin, d, x.ndim)])
-        for d in _divisible(x, interleaved)
+        for d in divisible(x, interleaved)
     ]
 
 
-def _divisible(x, interleaved):
+def divisible(x, interleaved):
     """Interleaved pairs are neighbours, so that parts of whole pairs rotate by themselves."""
     return [*range(x.ndim - 1), *([Even(x.ndim - 1, 2)] * interleaved)]
 

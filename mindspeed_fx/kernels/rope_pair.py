@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mindspeed_fx.compat.placements import REPLICATED
 from mindspeed_fx.cost.operators import once
 from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import operator
-from mindspeed_fx.kernels.rope import refuse, rope, rope_backward
+from mindspeed_fx.kernels.rope import divisible, refuse, rope, rope_backward
 from mindspeed_fx.kernels.sharding import along
 
 
@@ -52,12 +53,17 @@ def _cost(out, q, k, cos, sin, interleaved, backward):
 
 @rope_pair.shard
 def _sharding_rule(q, k, cos, sin, interleaved, backward):
-    if q.ndim != k.ndim:
-        return []
+    """Each is divided as it likes, where both want the same of the angles."""
+
+    def ways(x):
+        for d in (REPLICATED, *divisible(x, interleaved)):
+            yield d, tuple(REPLICATED if d == REPLICATED else along(t, d, x.ndim) for t in (cos, sin))
+
     return [
-        ([d, d], [d, d, along(cos, d, q.ndim), along(sin, d, q.ndim)])
-        for d in range(q.ndim - 1)
-        if q.shape[d] == k.shape[d] or k.shape[d] != 1 and q.shape[d] != 1
+        ([own, other], [own, other, *angles])
+        for own, angles in ways(q)
+        for other, wanted in ways(k)
+        if angles == wanted and (own, other) != (REPLICATED, REPLICATED)
     ]
 
 
