@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from mindspeed_fx.compat.fake import hint
 from mindspeed_fx.cost.operators import once
 from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.attention import stored_bsnd
@@ -15,6 +16,7 @@ from mindspeed_fx.kernels.base import operator
 
 REPEATED = 8
 """Times that each number stands in the statistics."""
+OFFSETS = 2**31
 
 
 def _fake(top, total):
@@ -50,6 +52,8 @@ def _supports(top, total):
     heads = top.shape[1]
     if not isinstance(heads, int) or heads > 256:
         return f"{heads} heads, the kernel takes up to 256"
+    if hint(top.numel()) >= OFFSETS:
+        return "statistics of more elements than offsets of 32 bits reach"
     if not (top.is_contiguous() and total.is_contiguous()):
         return "the statistics are not contiguous"
     return triton.refuse_types(REPEATED, top=top, total=total)

@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_fx.compat import symbols
+from mindspeed_fx.compat.fake import hint
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.cost.operators import SPECIAL, once
+from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
 
 SCHEMA = "Tensor x, Tensor weight, Tensor? bias, bool silu"
@@ -159,3 +161,34 @@ def _backward_cost(out, grad, x, weight, bias, silu):
     """Twice the forward's, and with an activation the forward again."""
     one = 2 * weight.shape[1]
     return once(out, grad, x, weight, bias, vector=x.numel * (2 * one + (one + SPECIAL + 6 if silu else 0)))
+
+
+def _refuse(x, weight, bias, **others):
+    channels, size = weight.shape
+    if not (isinstance(channels, int) and isinstance(size, int) and size <= 16):
+        return f"{size} weights for each channel, the kernel takes known sizes up to 16"
+    if not all(any(symbols.statically_known_true(t.stride(d) == 1) for d in (1, 2)) for t in (x, *others.values())):
+        return "neither channels nor the sequence are contiguous"
+    if hint(channels) * hint(x.stride(1)) + hint(x.shape[2]) * hint(x.stride(2)) >= 2**31:
+        return "a sequence of more elements than offsets of 32 bits reach"
+    return triton.refuse_types(1, x=x, weight=weight, bias=bias, **others)
+
+
+triton.kernel(
+    causal_conv1d,
+    _fake,
+    "causal_conv1d.forward",
+    "a tile of tokens and channels, read once for each weight",
+    lambda x, weight, bias, silu: _refuse(x, weight, bias),
+    beats_codegen=False,
+)
+triton.kernel(
+    causal_conv1d_backward,
+    _fake_backward,
+    "causal_conv1d.backward",
+    "the convolution the other way, and sums by tiles",
+    lambda grad, x, weight, bias, silu: _refuse(x, weight, bias, grad=grad),
+    beats_codegen=False,
+)
+triton.on_npu(causal_conv1d)
+triton.on_npu(causal_conv1d_backward)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mindspeed_fx.compat.placements import REPLICATED
 from mindspeed_fx.cost.operators import once
 from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import operator
@@ -54,6 +55,22 @@ def _sharding_rule(q, k, cos, sin, interleaved, backward):
 @rope_pair.costs
 def _cost(out, q, k, cos, sin, interleaved, backward):
     return once(out, q, k, cos, sin, vector=3 * (q.numel + k.numel))
+
+
+@rope_pair.shard
+def _sharding_rule(q, k, cos, sin, interleaved, backward):
+    """Each is divided as it likes, where both want the same of the angles."""
+
+    def ways(x):
+        for d in (REPLICATED, *divisible(x, interleaved)):
+            yield d, tuple(REPLICATED if d == REPLICATED else along(t, d, x.ndim) for t in (cos, sin))
+
+    return [
+        ([own, other], [own, other, *angles])
+        for own, angles in ways(q)
+        for other, wanted in ways(k)
+        if angles == wanted and (own, other) != (REPLICATED, REPLICATED)
+    ]
 
 
 def _supports(q, k, cos, sin, interleaved, backward):

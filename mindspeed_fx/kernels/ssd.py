@@ -122,7 +122,7 @@ def ssd_backward(grad, grad_state, starts, x, dt, A, B, C, D, state, chunk=CHUNK
     _check(x, dt, A, B, C, D, state, chunk)
     dx, ddt, dA, dB, dC, dD, dstate = _fake_backward(grad, grad_state, starts, x, dt, A, B, C, D, state, chunk)
     wide = starts.dtype
-    sum_a, sum_d = A.new_zeros(A.shape, dtype=wide), A.new_zeros(A.shape, dtype=wide)
+    sum_a, sum_d = A.new_zeros(A.shape, dtype=torch.float64), A.new_zeros(A.shape, dtype=wide)
     sums = [y.new_zeros(y.shape, dtype=wide) for y in (B, C)]
     for heads in head_blocks(x, B):
         last = starts.new_zeros(()).expand(dstate.shape) if grad_state is None else grad_state

@@ -43,6 +43,22 @@ def chunk_slices(seq: int, chunk: int) -> list[slice]:
     return [slice(low, min(low + chunk, seq)) for low in range(0, seq, chunk)]
 
 
+def _decay(sums: Tensor, wide: torch.dtype) -> Tensor:
+    """e^(c_i - c_j) for i >= j, else zero [h, t, t], of sums c [h, t] in float64.
+
+    In float32 a difference of rounded sums would be as wrong as the sums are large; what rounding took off is added
+    after the large parts have gone.
+    """
+    t = sums.shape[1]
+    above = torch.full((t, t), float("-inf"), dtype=wide, device=sums.device).triu_(1)
+    high = sums.to(wide)
+    decay = (high.unsqueeze(2) - high.unsqueeze(1)).add_(above)
+    if wide != torch.float64:
+        low = (sums - high).to(wide)
+        decay.add_(low.unsqueeze(2)).sub_(low.unsqueeze(1))
+    return decay.exp_()
+
+
 class Chunk:
     """What is known of a chunk before its state is. t tokens, h heads in g groups; a state is [g, h / g * p, n]."""
 
@@ -52,13 +68,10 @@ class Chunk:
         self.a = a[heads.own].to(wide)
         # [g, t, n]
         self.b, self.c = (y[heads.row, tokens, heads.groups].to(wide).transpose(0, 1) for y in (b, c))
-        sums = (self.dt * self.a).cumsum(0)
-        self.grow, self.rest, self.last = sums.exp(), (sums[-1] - sums).exp_(), sums[-1].exp()
+        sums = (self.dt.double() * self.a.double()).cumsum(0)
+        self.grow, self.rest, self.last = (y.exp().to(wide) for y in (sums, sums[-1] - sums, sums[-1]))
         self.steps = self.x * self.dt.unsqueeze(-1)
-        by_head = sums.t()
-        t = by_head.shape[1]
-        above = torch.full((t, t), float("-inf"), dtype=wide, device=x.device).triu_(1)
-        self.decay = (by_head.unsqueeze(2) - by_head.unsqueeze(1)).add_(above).exp_()  # [h, t, t]
+        self.decay = _decay(sums.t(), wide)  # [h, t, t]
 
     @property
     def heads(self) -> int:
@@ -105,8 +118,9 @@ class Chunk:
         scores = self.scores()
         grown = dout * self.grow.unsqueeze(-1)
         after = self.by_token(torch.bmm(self.b, dstate.transpose(1, 2))) * self.rest.unsqueeze(-1)
-        dsums = (self.by_token(torch.bmm(self.c, state.transpose(1, 2))) * grown).sum(-1)
-        kept = (after * self.steps).sum(-1)
+        # Gradients of c nearly cancel when they are summed: the small sums are in float64.
+        dsums = (self.by_token(torch.bmm(self.c, state.transpose(1, 2))) * grown).sum(-1).double()
+        kept = (after * self.steps).sum(-1).double()
         dsums -= kept
         dsums[-1] += (
             kept.sum(0) + (state * dstate).unflatten(1, (self.heads, self.x.shape[2])).sum((2, 3)).flatten() * self.last
@@ -115,12 +129,12 @@ class Chunk:
         dscores = torch.bmm(by_head, self.steps.permute(1, 2, 0))
         pairs = scores.mul_(dscores)
         pairs.diagonal(dim1=1, dim2=2).zero_()
-        dsums += (pairs.sum(2) - pairs.sum(1)).t()
+        dsums += (pairs.sum(2, dtype=torch.float64) - pairs.sum(1, dtype=torch.float64)).t()
         products = dscores.mul_(self.decay).unflatten(0, (self.b.shape[0], -1)).sum(1)
         grown = self.by_group(grown)
         dc = torch.bmm(products, self.b).baddbmm_(grown, state)
         db = torch.bmm(products.transpose(1, 2), self.c).baddbmm_(self.remaining_steps(), dstate)
         before = (dstate * self.of_state(self.last)).baddbmm_(grown.transpose(1, 2), self.c)
         dlog = dsums.flip(0).cumsum(0).flip(0)
-        ddt = (dsteps * self.x).sum(-1).addcmul_(dlog, self.a)
+        ddt = (dsteps * self.x).sum(-1).addcmul_(dlog.to(dsteps.dtype), self.a)
         return dsteps.mul_(self.dt.unsqueeze(-1)), ddt, (dlog * self.dt).sum(0), db, dc, before

@@ -199,7 +199,8 @@ def newton_schulz(
         x = x.to(torch.bfloat16)
     for a, b, c in itertools.islice(_each(coefficients), steps):
         square = reduce(x @ x.mT)
-        x = a * x + (b * square + c * (square @ square)) @ x
+        # a x + (b S + c S S) x: each product adds to what it is added to
+        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
     x = x.to(dtype)
     return x.mT if transposes else x
 

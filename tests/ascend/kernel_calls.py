@@ -63,6 +63,11 @@ def many():
     found["qk_norm_rope_backward interleaved, partial"] = kernels.call(
         "qk_norm_rope_backward", q, q, w, rstd, angles, angles, True, True
     )
+    x, w = _new(1, 4096, 8192).transpose(1, 2), _new(8192, 4)
+    found["causal_conv1d channels last"] = kernels.call("causal_conv1d", x, w, None, True)
+    found["causal_conv1d_backward channels last"] = kernels.call("causal_conv1d_backward", x, x, w, None, True)
+    x = _new(1, 8192, 4096)
+    found["causal_conv1d sequence last"] = kernels.call("causal_conv1d", x, w, None, True)
     keys = _new(1, 4096, 8, 128).transpose(1, 2)
     found["rope_pair"] = kernels.call("rope_pair", q, keys, _new(1, 1, 4096, 128), _new(1, 1, 4096, 128), False, False)
     for heads in (32, 40):

@@ -88,6 +88,23 @@ def test_computes_in_float32(dtype):
         assert (h.double() - w).abs().max() <= 2 * max(torch.finfo(dtype).eps, 5e-6) * w.abs().max()
 
 
+def test_the_gradient_of_the_rates_in_float32():
+    """Its terms nearly cancel, and decays are exponentials of differences of large sums: both are made in float64."""
+    torch.manual_seed(0)
+    heads, seq = 4, 400
+    x, B, C, grad = (torch.randn(1, seq, n, 8) for n in (heads, 1, 1, heads))
+    dt = torch.nn.functional.softplus(torch.randn(1, seq, heads) - 3)
+    A = -torch.arange(1.0, heads + 1)
+
+    def gradient(f, dtype):
+        args = [y.to(dtype).requires_grad_() for y in (x, dt, A, B, C)]
+        return torch.autograd.grad((f(*args) * grad.to(dtype)).sum(), args[2])[0].double()
+
+    want = gradient(lambda *args: by_token(*args, None, None)[0], torch.float64)
+    have = gradient(lambda *args: ops.ssd(*args, None, None, 256)[0], torch.float32)
+    assert ((have - want).abs() / want.abs()).max() < 2e-6
+
+
 def test_forgets_all():
     """What an exponential of a difference above the diagonal overflows to is never read."""
     x, dt, A, B, C, D, _ = (y if y is None else y.detach().float() for y in arguments(1, 64, 2, 1, 4, 4))

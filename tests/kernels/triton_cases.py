@@ -120,6 +120,15 @@ def rope(name: str, x: tuple, angles: tuple, interleaved: bool, transposed: bool
     return Case(f"rope-{name}", "rope", make, lambda args, out, grad: (grad, *args, False))
 
 
+def causal_conv1d(name: str, x: tuple, size: int, silu: bool, bias: bool = True, channels_last: bool = True) -> Case:
+    def make(new):
+        batch, channels, seq = x
+        first = new(batch, seq, channels).transpose(1, 2) if channels_last else new(batch, channels, seq)
+        return first, new(channels, size), new(channels) if bias else None, silu
+
+    return Case(f"causal_conv1d-{name}", "causal_conv1d", make, lambda args, out, grad: (grad, *args))
+
+
 def rope_pair(name: str, q: tuple, k: tuple, angles: tuple, interleaved: bool, backward: bool) -> Case:
     def make(new):
         return new(*q).transpose(1, 2), new(*k).transpose(1, 2), new(*angles), new(*angles), interleaved, backward
@@ -272,6 +281,9 @@ CASES = [
     rope("interleaved-bhsd", (2, 5, 6, 48), (6, 48), True),
     rope("many-heads", (5, 1, 40, 256), (5, 1, 1, 256), False),
     rope("tokens", (70, 6), (70, 6), True),
+    causal_conv1d("channels-last", (2, 150, 70), 4, True),
+    causal_conv1d("seq-last", (1, 40, 200), 3, True, bias=False, channels_last=False),
+    causal_conv1d("plain", (2, 33, 5), 2, False),
     rope_pair("half", (2, 6, 5, 64), (2, 6, 2, 64), (2, 1, 6, 64), False, False),
     rope_pair("one-key-head", (1, 7, 3, 48), (1, 7, 1, 48), (1, 1, 7, 48), True, True),
     attention_lse("odd", 2, 5, 70),

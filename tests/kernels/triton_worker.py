@@ -128,6 +128,11 @@ def launches() -> list[tuple[str, object, tuple, int, dict]]:
                     run["rope_pair"].rotate(x, x[:, :, :8], cos, cos, interleaved, False)
                 label = "backward-" + label
                 run["rope"].backward(x, x, cos, cos, interleaved, False)
+            x = new(2, 4096, 8192, dtype=dtype)
+            label, w = f"{'channels' if dtype == BF16 else 'sequence'}-last-{short}", new(4096, 4, dtype=dtype)
+            x = new(2, 8192, 4096, dtype=dtype).transpose(1, 2) if dtype == BF16 else x
+            run["causal_conv1d"].forward(x, w, None, True)
+            run["causal_conv1d"].backward(x, x, w, None, True)
             if dtype == F32:
                 label, top = "32 heads", new(1, 32, 4096, 8, dtype=F32)
                 run["attention_lse"].forward(top, top)

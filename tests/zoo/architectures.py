@@ -124,6 +124,22 @@ OWN: dict[str, dict[str, Any]] = {
         attention_head_size=16,
         feed_forward_size=96,
     ),
+    "zamba": dict(
+        layers_block_type=["linear_attention", "hybrid"] * 2,
+        num_hidden_layers=4,
+        attention_hidden_size=128,
+        attention_head_dim=32,
+        mamba_dt_rank=8,
+    ),
+    "zamba2": dict(
+        layers_block_type=["linear_attention", "hybrid"],
+        attention_hidden_size=128,
+        attention_head_dim=32,
+        n_mamba_heads=8,
+        mamba_headdim=16,
+        mamba_d_state=16,
+        chunk_size=8,
+    ),
     "xmod": dict(default_language="en_XX"),
 }
 """What single architectures need besides."""
@@ -143,8 +159,7 @@ def build(name: str, attention: str = "eager") -> tuple[torch.nn.Module, dict[st
     default = AutoConfig.for_model(name)
     if not set(default.sub_configs) <= {"attn_config", "ffn_config"}:
         raise ValueError(f"made of several models: {', '.join(default.sub_configs)}")
-    small = {k: v for k, v in SMALL.items() if _has(default, k) and not (k in OPTIONAL and getattr(default, k) is None)}
-    small = {k: v for k, v in small.items() if not isinstance(getattr(type(default), k, None), property)}
+    small = known_sizes(default, SMALL)
     if "qk_rope_head_dim" in small and "head_dim" in small:
         # Multi-head latent attention: head_dim is the part that is rotated, and no heads are shared.
         small.update(head_dim=small["qk_rope_head_dim"], num_key_value_heads=small["num_attention_heads"])
@@ -166,7 +181,14 @@ def build(name: str, attention: str = "eager") -> tuple[torch.nn.Module, dict[st
     return model, inputs
 
 
-def _has(config: Any, name: str) -> bool:
+def known_sizes(config: Any, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Those of ``sizes`` that a configuration has under their names, and does not say None of or compute."""
+    known = {k: v for k, v in sizes.items() if has(config, k) and not (k in OPTIONAL and getattr(config, k) is None)}
+    return {k: v for k, v in known.items() if not isinstance(getattr(type(config), k, None), property)}
+
+
+def has(config: Any, name: str) -> bool:
+    """Whether a configuration knows a name."""
     try:
         return hasattr(config, name)
     except Exception:  # noqa: BLE001  an attribute that differs by layer and is asked of all
@@ -177,13 +199,15 @@ def every(sources: dict[str, str]) -> list[str]:
     """All architectures: transformers', Megatron-core's where it is installed, and those of ``sources`` (name ->
     folder).
     """
-    from tests.zoo import others
+    from tests.zoo import modalities, others
 
-    return [*names(), *others.names(sources)]
+    return [*names(), *modalities.names(), *others.names(sources)]
 
 
 def made(name: str, sources: dict[str, str]) -> tuple[torch.nn.Module, dict[str, Any]]:
     """:func:`build` of an architecture of any source."""
-    from tests.zoo import others
+    from tests.zoo import modalities, others
 
+    if name.split("/")[0] in modalities.TASKS:
+        return modalities.build(name)
     return others.build(name, sources) if "/" in name else build(name)

@@ -201,7 +201,7 @@ def configuration(name: str) -> Any:
     small = {
         k: v
         for k, v in architectures.SMALL.items()
-        if architectures._has(default, k) and not isinstance(getattr(type(default), k, None), property)
+        if architectures.has(default, k) and not isinstance(getattr(type(default), k, None), property)
     }
     small = {k: v for k, v in small.items() if not (k in architectures.OPTIONAL and getattr(default, k) is None)}
     if "qk_rope_head_dim" in small and "head_dim" in small:

@@ -106,7 +106,7 @@ def _is_complete(row: str) -> bool:
 
 def one(name: str, sources: dict[str, str], narrow: bool, seconds: int = SECONDS) -> Row | tuple[str, str]:
     """The row of one architecture; ("unbuilt" or "failed", why) without one."""
-    from tests.zoo import architectures, others
+    from tests.zoo import architectures, modalities, others
 
     quiet()
     signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(TimeoutError(f"more than {seconds} seconds")))
@@ -127,7 +127,7 @@ def one(name: str, sources: dict[str, str], narrow: bool, seconds: int = SECONDS
                     f"{WHOLE}{captured.graphs} graph{'s' * (captured.graphs > 1)} with Dynamo's {' and '.join(CAPTURE)}"
                 )
         row.narrow = in_bfloat16(model, inputs) if narrow else ""
-        row.reasons += [others.NOTES[name]] if name in others.NOTES else []
+        row.reasons += [note for notes in (others.NOTES, modalities.NOTES) if (note := notes.get(name)) is not None]
         return row
     except Exception as error:  # noqa: BLE001  goes into the table
         return "failed", one_line(error) + (

@@ -10,8 +10,14 @@ from tests.zoo import architectures, neutral, sites, table
 QUICK = {
     "gpt_oss": {"fusion.attention": 2, "fusion.rms_norm": 5, "fusion.rope": 4},  # sinks
     "deepseek_v3": {"fusion.attention": 2, "fusion.rope": 4},  # latent attention, reordered pairs
+    "vision/vit": {"fusion.attention": 2, "fusion.layer_norm": 5},  # no mask
 }
 MORE = [
+    "audio/wav2vec2",
+    "masked/modernbert",
+    "multimodal/gemma3",
+    "seq2seq/t5",
+    "zamba2",
     "bloom",
     "codegen",
     "cohere",
@@ -36,7 +42,7 @@ MORE = [
 
 
 def check(name):
-    row = table.check(name, *architectures.build(name))
+    row = table.check(name, *architectures.made(name, {}))
     assert {p: row.fused[p] for p in table.PASSES} == {p: row.sites[p] for p in table.PASSES}, row.reasons
     assert row.error < 1e-5
     return row

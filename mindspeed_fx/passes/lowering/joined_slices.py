@@ -67,9 +67,9 @@ def _join(gm: fx.GraphModule, node: fx.Node) -> Outcome:
     joined = rewrite.insert(gm, node, aten.cat.default, (pieces, dim)) if len(pieces) > 1 else pieces[0]
     if joined.meta["val"].stride() != node.meta["val"].stride():
         return "the sum lies in memory in another order"
-    found = site(OPERATOR, node, [p.value for p in parts])
+    report = site(OPERATOR, node, [p.value for p in parts])
     node.replace_all_uses_with(joined)
-    return found
+    return report
 
 
 def _parts(node: fx.Node, root: fx.Node) -> list[Part] | None:

@@ -120,6 +120,9 @@ def _rotations(m: Maker) -> Losses:
     b, s, n, d = m.b, m.s, m.n, m.d
     yield ops.rope(m.randn(b, n, s, d), m.randn(s, d), m.randn(s, d), False) ** 2
     yield ops.rope(m.randn(b, n, s, d), *(m.randn(b, 1, s, d, grad=False) for _ in range(2)), True) ** 2
+    for rotates_back in (False, True):
+        pair = m.randn(b, n, s, d, grad=False), m.randn(b, m.kv, s, d, grad=False)
+        ops.rope_pair(*pair, *(m.randn(s, d, grad=False) for _ in range(2)), rotates_back, rotates_back)
     for weight, turned, interleaved in ((m.randn(d), d, False), (None, min(d, max(2, d // 4 * 2)), True)):
         shape = (b, 1, s, turned) if interleaved else (s, turned)
         angles = (m.randn(*shape, grad=False) for _ in range(2))
@@ -162,6 +165,7 @@ def _parts_of_attention(m: Maker) -> Losses:
     q, k, v = (t.detach() for t in _heads(m))
     kept = torch.rand(m.b, m.n, m.s, m.s) < 0.7
     out, lse = ops.attention(q, k, v, None, False, 0.3)
+    ops.attention_lse(*(m.rand(*q.shape[:3], 8) for _ in range(2)))
     ops.ring_attention_update(out, lse, torch.randn_like(out), torch.randn_like(lse))
     for dropout in ((), (0, 0.0, kept, 0.3)):
         out, lse = ops.attention_blocked(q, k, v, 0.3, *dropout)

@@ -35,8 +35,16 @@ class Graphs(list):
         ]
 
     def left(self) -> list[str]:
-        """``mindspeed::`` calls in the final graphs."""
-        return [name for _, calls, _ in self for name in calls if name.startswith("mindspeed.")]
+        """``mindspeed::`` calls in the final graphs that are no kernels."""
+        return [n for _, calls, _ in self for n in calls if n.startswith("mindspeed.") and not n.endswith("_triton")]
+
+    def triton(self, side: str) -> dict[str, int]:
+        """Calls of Triton kernels in the graphs of ``side``."""
+        counts: Counter[str] = Counter()
+        for own, calls, _ in self:
+            if own == side:
+                counts.update({n.removeprefix("mindspeed."): k for n, k in calls.items() if n.endswith("_triton")})
+        return dict(counts)
 
 
 @contextlib.contextmanager

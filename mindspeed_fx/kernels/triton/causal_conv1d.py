@@ -1,0 +1,163 @@
+"""Causal depthwise convolution in Triton, and its gradients: a tile is some tokens of some channels, read once for each
+weight from where it lies; that dimension of memory which is last is the tile's last.
+
+The gradient of the sums is written in float32 where there is an activation, and dx is the same convolution the other
+way; sums over tokens are left per tile and added by one sum: deterministic, no atomics. Source: the formulas of
+mindspeed_fx/kernels/causal_conv1d.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mindspeed_fx.kernels.triton.launch import launch, programs, warps
+
+TOKENS, CHANNELS = 32, 128
+"""A tile, for memory whose last dimension are the channels; the other way round where it is the sequence."""
+
+
+@triton.jit
+def conv_place(item, batch, seq, C: tl.constexpr, LAST: tl.constexpr, T_TILE: tl.constexpr, C_TILE: tl.constexpr):
+    """(index in the batch, tile among those of the tokens of all of it, tokens and channels of the tile)."""
+    C_TILES: tl.constexpr = (C + C_TILE - 1) // C_TILE
+    t_tiles = (seq + T_TILE - 1) // T_TILE
+    lines = item // C_TILES
+    first_t, first_c = (lines % t_tiles) * T_TILE, (item % C_TILES) * C_TILE
+    if LAST:
+        t, c = first_t + tl.arange(0, T_TILE)[:, None], first_c + tl.arange(0, C_TILE)[None, :]
+    else:
+        t, c = first_t + tl.arange(0, T_TILE)[None, :], first_c + tl.arange(0, C_TILE)[:, None]
+    return tl.cast(lines // t_tiles, tl.int64), tl.cast(lines, tl.int64), t, c
+
+
+@triton.jit
+def conv_sums(
+    x, w_ptr, b_ptr, t, c, seq, T: tl.constexpr, CS: tl.constexpr, C: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
+    BACK: tl.constexpr
+):  # fmt: skip
+    """bias + sum over j of w[j] x[t - K + 1 + j], or with BACK x[t + K - 1 - j]; zero outside of the sequence."""
+    total = (t * 0 + c * 0).to(tl.float32)
+    if BIAS:
+        total += tl.load(b_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+    for j in tl.static_range(K):
+        at = t + (K - 1 - j) if BACK else t - (K - 1 - j)
+        near = tl.load(x + at * T + c * CS, mask=(at >= 0) & (at < seq) & (c < C), other=0.0).to(tl.float32)
+        total += near * tl.load(w_ptr + j * C + c, mask=c < C, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def causal_conv1d_rows(
+    x_ptr, w_ptr, b_ptr, y_ptr, batch, seq, x0,
+    C: tl.constexpr, K: tl.constexpr, XT: tl.constexpr, XC: tl.constexpr, YT: tl.constexpr, YC: tl.constexpr,
+    Y0: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, BACK: tl.constexpr, LAST: tl.constexpr,
+    T_TILE: tl.constexpr, C_TILE: tl.constexpr
+):  # fmt: skip
+    """y [batch, C, seq] of x and w [K, C]; strides of x are x0, XC, XT, of y seq * Y0, YC, YT."""
+    items = batch * ((seq + T_TILE - 1) // T_TILE) * ((C + C_TILE - 1) // C_TILE)
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        n, _, t, c = conv_place(item, batch, seq, C, LAST, T_TILE, C_TILE)
+        total = conv_sums(x_ptr + n * x0, w_ptr, b_ptr, t, c, seq, XT, XC, C, K, BIAS, BACK)
+        if SILU:
+            total *= tl.sigmoid(total)
+        tl.store(y_ptr + n * seq * Y0 + t * YT + c * YC, total.to(y_ptr.dtype.element_ty), mask=(t < seq) & (c < C))
+
+
+@triton.jit
+def causal_conv1d_sums(
+    grad_ptr, x_ptr, w_ptr, b_ptr, g_ptr, partial_ptr, batch, seq, grad0, x0,
+    C: tl.constexpr, K: tl.constexpr, GT: tl.constexpr, GC: tl.constexpr, XT: tl.constexpr, XC: tl.constexpr,
+    YT: tl.constexpr, YC: tl.constexpr, Y0: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, LAST: tl.constexpr,
+    T_TILE: tl.constexpr, C_TILE: tl.constexpr
+):  # fmt: skip
+    """partial [tiles of tokens, K + 1, C]: sums of g x[t - K + 1 + j], and of g, the gradient of the sums; g itself
+    with SILU."""
+    AXIS: tl.constexpr = 0 if LAST else 1
+    items = batch * ((seq + T_TILE - 1) // T_TILE) * ((C + C_TILE - 1) // C_TILE)
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        n, line, t, c = conv_place(item, batch, seq, C, LAST, T_TILE, C_TILE)
+        inside = (t < seq) & (c < C)
+        g = tl.load(grad_ptr + n * grad0 + t * GT + c * GC, mask=inside, other=0.0).to(tl.float32)
+        if SILU:
+            y = conv_sums(x_ptr + n * x0, w_ptr, b_ptr, t, c, seq, XT, XC, C, K, BIAS, False)
+            half = tl.sigmoid(y)
+            g *= half * (1.0 + y * (1.0 - half))
+            tl.store(g_ptr + n * seq * Y0 + t * YT + c * YC, g, mask=inside)
+        channels = (item % ((C + C_TILE - 1) // C_TILE)) * C_TILE + tl.arange(0, C_TILE)
+        out = partial_ptr + line * (K + 1) * C + channels
+        for j in tl.static_range(K):
+            at = t - (K - 1 - j)
+            near = tl.load(x_ptr + n * x0 + at * XT + c * XC, mask=(at >= 0) & (at < seq) & (c < C), other=0.0).to(
+                tl.float32
+            )
+            tl.store(out + j * C, tl.sum(g * near, axis=AXIS), mask=channels < C)
+        tl.store(out + K * C, tl.sum(g, axis=AXIS), mask=channels < C)
+
+
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+    """``mindspeed::causal_conv1d``."""
+    y = _like(x)
+    _convolve(x, weight, bias, y, silu, False)
+    return y
+
+
+def backward(grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """``mindspeed::causal_conv1d_backward``: (dx, dweight, dbias), dbias empty without a bias."""
+    (batch, channels, seq), size = x.shape, weight.shape[1]
+    last, dx, grad = _channels_last(x), _like(x), _tight(grad)
+    x, turned = _tight(x), weight.t().contiguous()
+    g = _like(x, torch.float32) if silu else grad
+    tile = _tile(last)
+    lines = batch * -(-seq // tile["T_TILE"])
+    partial = x.new_empty((lines, size + 1, channels), dtype=torch.float32)
+    launch(
+        causal_conv1d_sums,
+        programs(x, lines * -(-channels // tile["C_TILE"]), warps(TOKENS * CHANNELS), 64),
+        grad, x, turned, turned if bias is None else bias, g, partial, batch, seq, grad.stride(0), x.stride(0),
+        num_warps=warps(TOKENS * CHANNELS),
+        C=channels, K=size, GT=grad.stride(2), GC=grad.stride(1), XT=x.stride(2), XC=x.stride(1),
+        YT=dx.stride(2), YC=dx.stride(1), Y0=channels, BIAS=bias is not None, SILU=silu, LAST=last, **tile,
+    )  # fmt: skip
+    _convolve(g, weight, None, dx, False, True)
+    sums = partial.sum(0)
+    dbias = x.new_empty(0) if bias is None else sums[size].to(bias.dtype)
+    return dx, sums[:size].t().contiguous().to(weight.dtype), dbias
+
+
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, silu: bool, back: bool) -> None:
+    (batch, channels, seq), x = x.shape, _tight(x)
+    last, turned = _channels_last(y), weight.t().contiguous()
+    tile = _tile(last)
+    items = batch * -(-seq // tile["T_TILE"]) * -(-channels // tile["C_TILE"])
+    launch(
+        causal_conv1d_rows,
+        programs(x, items, warps(TOKENS * CHANNELS), 64),
+        x, turned, turned if bias is None else bias, y, batch, seq, x.stride(0),
+        num_warps=warps(TOKENS * CHANNELS),
+        C=channels, K=weight.shape[1], XT=x.stride(2), XC=x.stride(1), YT=y.stride(2), YC=y.stride(1), Y0=channels,
+        BIAS=bias is not None, SILU=silu, BACK=back, LAST=last, **tile,
+    )  # fmt: skip
+
+
+def _tile(last: bool) -> dict[str, int]:
+    return {"T_TILE": TOKENS, "C_TILE": CHANNELS} if last else {"T_TILE": CHANNELS, "C_TILE": TOKENS}
+
+
+def _channels_last(x: Tensor) -> bool:
+    return x.stride(1) == 1 and x.stride(2) != 1
+
+
+def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Empty [batch, channels, seq], dense, with that dimension last in memory which is last in x."""
+    batch, channels, seq = x.shape
+    if not _channels_last(x):
+        return x.new_empty(x.shape, dtype=dtype or x.dtype)
+    return x.new_empty((batch, seq, channels), dtype=dtype or x.dtype).transpose(1, 2)
+
+
+def _tight(x: Tensor) -> Tensor:
+    """``x`` with adjacent elements in one of its dimensions: what is laid out otherwise is copied."""
+    return x if 1 in (x.stride(1), x.stride(2)) else x.contiguous()
