@@ -36,8 +36,8 @@ SECONDS = 900
 ENTRIES = ("pretrain_gpt.py", "pretrain_gpt_llm.py", "pretrain_deepseek4.py")
 """Entry scripts whose arguments are run through Megatron-LM's pretrain_gpt.py."""
 YAML = (
-    "Megatron-LM 0.16.1 can read no such file: it wants account_for_embedding_in_pipeline_split beside the sections and "
-    "in one, and refuses a name that stands twice"
+    "its file is of an older Megatron-LM: 0.16.1 reads arguments that it lacks (enable_msc, skipped_train_samples and "
+    "others); a file that has them trains (test_a_file_of_arguments_trains_as_the_words_do)"
 )
 KINDS = r"^[\w.]*(Error|Exception|refused|Unsupported)"
 

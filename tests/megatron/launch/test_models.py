@@ -207,3 +207,27 @@ WHOLE_SCRIPTS = {
 @pytest.mark.parametrize("case", WHOLE_SCRIPTS)
 def test_whole_scripts_on_two_ranks(case):
     compare(modern(WHOLE_SCRIPTS[case]), world=2)
+
+
+def test_images_and_texts_in_three_graphs():
+    """LLaVA: where a text has an image is data, so that encoder, projection and language model are a graph each."""
+    args = [*SMALL, *MODERN, *"--num-layers 1 --img-h 28 --img-w 28 --patch-dim 14".split()]
+    eager, compiled = (
+        runner.run(args, 1, entry="pretrain_vlm.py", environ=environ)
+        for environ in ({"MINDSPEED_FX_COMPILE": "0"}, {"MINDSPEED_FX_OPTIONS": '{"codegen": "eager"}'})
+    )
+    assert eager.error is None and compiled.error is None, (eager.error, compiled.error)
+    assert compiled.chunks == [1] and compiled.graphs == [6]  # training and evaluation
+    assert compiled.grad_norms == pytest.approx(eager.grad_norms, rel=1e-5) and len(eager.losses) == 2
+    assert [*compiled.losses[2].values()] == pytest.approx([*eager.losses[2].values()], rel=1e-5)
+
+
+def test_a_file_of_arguments_trains_as_the_words_do():
+    args = [*SMALL, *MODERN, *"--num-layers 1 --kv-channels 8 --ffn-hidden-size 64 --lr-warmup-samples 0".split()]
+    args += "--no-rope-fusion --no-bias-swiglu-fusion --save-interval 100 --num-query-groups 4".split()
+    switch = {"MINDSPEED_FX_OPTIONS": '{"codegen": "eager"}'}
+    words = runner.run(args, 1, environ=switch)
+    file = runner.run(args, 1, environ=switch, setup="tests.megatron.launch.argument_file:write")
+    assert words.error is None and file.error is None, (words.error, file.error)
+    assert file.chunks == [1] and file.graphs == [2]
+    assert file.losses == words.losses and file.grad_norms == words.grad_norms and len(file.losses) == 2

@@ -14,7 +14,9 @@ from megatron.training.arguments import core_transformer_config_from_args
 
 def image_tokens(args):
     """Of one image."""
-    return get_num_image_embeddings(args.img_h, args.img_w, args.patch_dim, "clip", False, class_token_len=1, pixel_shuffle=False)
+    return get_num_image_embeddings(
+        args.img_h, args.img_w, args.patch_dim, "clip", False, class_token_len=1, pixel_shuffle=False
+    )
 
 
 def provide(pre_process=True, post_process=True, **kwargs):
