@@ -117,8 +117,8 @@ def _after_settling(name: str) -> Callable:
 
 
 def core_config_from_args(args: Namespace, dataclass: Any) -> dict[str, Any]:
-    """``megatron.training.yaml_arguments.core_config_from_args``, where a file may leave out what has a default: its own
-    check wants one field of the configuration outside of the sections, and then refuses it in them."""
+    """``megatron.training.yaml_arguments.core_config_from_args``, where a file may leave out what has a default:
+    Megatron's own check wants one field of the configuration outside of the sections, and then refuses it in them."""
     for field in dataclasses.fields(dataclass):
         if not hasattr(args, field.name) and field.default is not dataclasses.MISSING:
             setattr(args, field.name, field.default)
