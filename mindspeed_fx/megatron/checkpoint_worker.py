@@ -9,6 +9,7 @@ into: it copies that first, as it would from a device.
 from __future__ import annotations
 
 import contextlib
+import importlib
 from typing import Any, Iterator
 
 import torch
@@ -23,8 +24,7 @@ PRELOAD = "dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.
 
 def async_loop(*args: Any, **kwargs: Any) -> None:
     """``PersistentAsyncCaller.async_loop``, pickled by this name."""
-    import mindspeed_fx.megatron_adaptor  # noqa: F401
-
+    importlib.import_module("mindspeed_fx.megatron_adaptor")  # by name: it imports the table that has this function
     with _counted_devices():
         patches.original(LOOP)(*args, **kwargs)
 
