@@ -46,12 +46,6 @@ def rope_pair(
     return first, second
 
 
-@rope_pair.shard
-def _sharding_rule(q, k, cos, sin, interleaved, backward):
-    both = [d for d in divisible(q, interleaved) if d in divisible(k, interleaved)]
-    return [([d, d], [d, d, along(cos, d, q.ndim), along(sin, d, q.ndim)]) for d in both if q.ndim == k.ndim]
-
-
 @rope_pair.costs
 def _cost(out, q, k, cos, sin, interleaved, backward):
     return once(out, q, k, cos, sin, vector=3 * (q.numel + k.numel))
