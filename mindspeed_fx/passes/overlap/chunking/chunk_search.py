@@ -38,7 +38,7 @@ schedule is to be foretold. So often it is also placed at first, in every way.
 """
 NEAR = 1e-3
 """A way is searched with the whole effort where, with as little as QUICK for both, its step is shorter than without
-chunks by this share at least. Of 39 steps none comes out longer with it and FEW than without, but for one by 0.4 %
+chunks by this share at least. Of 42 steps none comes out longer with it and FEW than without, but for one by 0.4 %
 (benchmarks/results/2026-11-26-chunk_search.txt).
 """
 
