@@ -16,7 +16,8 @@ import torch.fx as fx
 from torch import Tensor
 
 from mindspeed_fx.compat import fx_graph, symbols
-from mindspeed_fx.kernels.base import LIBRARY
+
+LIBRARY = torch.library.Library("mindspeed", "FRAGMENT")
 
 
 class ChosenRowsError(RuntimeError):

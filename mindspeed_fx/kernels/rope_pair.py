@@ -55,14 +55,14 @@ def _cost(out, q, k, cos, sin, interleaved, backward):
 def _sharding_rule(q, k, cos, sin, interleaved, backward):
     """Each is divided as it likes, where both want the same of the angles."""
 
-    def ways(x):
+    def strategies(x):
         for d in (REPLICATED, *divisible(x, interleaved)):
             yield d, tuple(REPLICATED if d == REPLICATED else along(t, d, x.ndim) for t in (cos, sin))
 
     return [
         ([own, other], [own, other, *angles])
-        for own, angles in ways(q)
-        for other, wanted in ways(k)
+        for own, angles in strategies(q)
+        for other, wanted in strategies(k)
         if angles == wanted and (own, other) != (REPLICATED, REPLICATED)
     ]
 

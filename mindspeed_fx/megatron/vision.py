@@ -31,9 +31,9 @@ def clip_vit_init(self: Any, *args: Any, **kwargs: Any) -> None:
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     original = patches.original(TARGET)
-    given = inspect.signature(original).bind(self, *args, **kwargs)
-    given.apply_defaults()
+    bound = inspect.signature(original).bind(self, *args, **kwargs)
+    bound.apply_defaults()
     for name in ("ln_pre_impl", "ln_post_impl"):
-        if given.arguments[name] is torch.nn.LayerNorm:
-            given.arguments[name] = WrappedTorchNorm
-    original(*given.args, **given.kwargs)
+        if bound.arguments[name] is torch.nn.LayerNorm:
+            bound.arguments[name] = WrappedTorchNorm
+    original(*bound.args, **bound.kwargs)
