@@ -12,6 +12,7 @@ import torch
 
 from mindspeed_fx.planning.verify_device.calls import (
     attention,
+    convolutions,
     experts,
     gates,
     losses,
@@ -30,7 +31,9 @@ FAMILIES: dict[str, Callable[[torch.dtype], Iterator[Call]]] = {
     "rope": rotations.rope_cases,
     "qk": rotations.qk_cases,
     "attention": attention.attention_cases,
+    "statistics": attention.statistics_cases,
     "sparse": sparse.sparse_cases,
+    "convolution": convolutions.convolution_cases,
     "loss": losses.loss_cases,
     "moe": experts.moe_cases,
     "router": experts.router_cases,

@@ -125,6 +125,13 @@ def _attention(
     )
 
 
+def statistics_cases(dtype: torch.dtype) -> Iterator[Call]:
+    """The log-sum-exp of what fusion attention returns beside its result."""
+    top, total = normal(2, 4, 6, 1), normal(2, 4, 6, 1).exp()
+    both = (top.expand(2, 4, 6, 8).contiguous(), total.expand(2, 4, 6, 8).contiguous())
+    yield "attention_lse", ops.attention_lse, both, "triton, rows of all heads of some tokens"
+
+
 def softmax_cases(dtype: torch.dtype) -> Iterator[Call]:
     """Softmax whose weights are needed."""
     x, grad = normal(2, 4, 32, 64, dtype=dtype), normal(2, 4, 32, 64, dtype=dtype)

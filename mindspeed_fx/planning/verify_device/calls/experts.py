@@ -44,12 +44,18 @@ def moe_cases(dtype: torch.dtype) -> Iterator[Call]:
         for probs in (None, torch.rand(7, k).to(dtype), torch.rand(7, k)):
             name = f"{k}-{flat}-{'none' if probs is None else str(probs.dtype)[6:]}"
             out = ops.moe_unpermute(permuted, order, probs, k)
-            yield f"moe_unpermute-{name}", ops.moe_unpermute, (permuted, order, probs, k), "npu_moe_token_unpermute"
+            joint = probs is None or probs.dtype == dtype
+            yield (
+                f"moe_unpermute-{name}",
+                ops.moe_unpermute,
+                (permuted, order, probs, k),
+                "npu_moe_token_unpermute" if joint else "triton, copies added as they are found",
+            )
             yield (
                 f"moe_unpermute_backward-{name}",
                 ops.moe_unpermute_backward,
                 (torch.randn_like(out), permuted, order, probs, k),
-                "npu_moe_token_unpermute_grad_v2",
+                "npu_moe_token_unpermute_grad_v2" if joint else "triton, both gradients in one read",
             )
     for k, wide in itertools.product((1, 3), (False, True) if dtype == torch.bfloat16 else (False,)):
         tokens, marked = normal(7, 6, dtype=dtype), torch.rand(7, 5).argsort(-1) < k

@@ -46,6 +46,15 @@ def rope_cases(dtype: torch.dtype) -> Iterator[Call]:
         (normal(2, 4, 1, 32, dtype=dtype), normal(1, 32, dtype=dtype), normal(1, 32, dtype=dtype), True),
         "npu_rotary_mul",
     )
+    for interleaved, rotates_back in itertools.product((False, True), (False, True)):
+        q, k = stored((2, 4, 6, 32), BSND, dtype), stored((2, 2, 6, 32), BSND, dtype)
+        angles = (normal(6, 32, dtype=dtype), normal(6, 32, dtype=dtype))
+        yield (
+            f"rope_pair-{interleaved}-{rotates_back}",
+            ops.rope_pair,
+            (q, k, *angles, interleaved, rotates_back),
+            "triton, q and k in one launch",
+        )
 
 
 def qk_cases(dtype: torch.dtype) -> Iterator[Call]:
