@@ -111,7 +111,8 @@ def test_eager_mode_is_megatrons_own_code(monkeypatch):
 def test_on_an_accelerator_nothing_is_done_for_want_of_one(monkeypatch, kind):
     from mindspeed_fx.megatron import groups, table
 
-    monkeypatch.setattr(table, "has_accelerator", lambda: True)
+    for module in (table, groups):
+        monkeypatch.setattr(module, "has_accelerator", lambda: True)
     monkeypatch.setattr(groups, "kind", lambda: kind)
     npu = types.SimpleNamespace(synchronize=lambda: "waited", Stream=type("Stream", (), {}))
     monkeypatch.setattr(torch, "npu", npu, raising=False)

@@ -116,6 +116,6 @@ def test_shapes_are_read_or_refused():
 
 
 def test_without_the_flag_nothing_changes(monkeypatch):
-    monkeypatch.setattr(several_tensors.patches, "original", lambda name: lambda **kwargs: ["Megatron's"])
+    monkeypatch.setattr(several_tensors.patches, "original", lambda name: lambda **kwargs: [(6, 2, 4)])
     monkeypatch.setattr(several_tensors, "training_arguments", lambda: Namespace(pipeline_tensor_shapes=SHAPES))
-    assert several_tensors.get_tensor_shapes(config=Namespace(pipeline_dtype=torch.float64)) == ["Megatron's"]
+    assert several_tensors.get_tensor_shapes(config=Namespace(pipeline_dtype=torch.float64)) == [(6, 2, 4)]

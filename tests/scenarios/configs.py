@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.zoo.architectures import OPTIONAL, OWN, SMALL, _has
+from tests.zoo.architectures import OPTIONAL, OWN, SMALL, has
 
 EXTRA: dict[str, Any] = dict(
     dim=64,
@@ -65,7 +65,7 @@ def sizes(default: Any) -> dict[str, Any]:
     values = {
         k: v
         for k, v in (SMALL | EXTRA).items()
-        if _has(default, k)
+        if has(default, k)
         and not isinstance(getattr(type(default), k, None), property)
         and not (k in OPTIONAL and getattr(default, k) is None)
         and not isinstance(getattr(default, k), (list, tuple))
