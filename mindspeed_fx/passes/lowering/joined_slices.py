@@ -63,7 +63,10 @@ def _join(gm: fx.GraphModule, node: fx.Node) -> Outcome:
     if parts is None or len(parts) < 2 or not _cover(parts, node.meta["val"].shape):
         return None
     dim = parts[0].dim
-    pieces = [_woven(gm, node, group, dim) for group in _groups(sorted(parts, key=lambda p: p.start))]
+    groups = _groups(sorted(parts, key=lambda p: p.start))
+    if any(len({len(p.places()) for p in group}) > 1 for group in groups):
+        return "parts that alternate have different lengths"
+    pieces = [_woven(gm, node, group, dim) for group in groups]
     joined = rewrite.insert(gm, node, aten.cat.default, (pieces, dim)) if len(pieces) > 1 else pieces[0]
     if joined.meta["val"].stride() != node.meta["val"].stride():
         return "the sum lies in memory in another order"

@@ -10,6 +10,7 @@ import torch.fx as fx
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from mindspeed_fx.capture.chosen_rows import ChosenRowsError
 from mindspeed_fx.compat import tracing
 from mindspeed_fx.graph.functional_writes import make_writes_functional
 from mindspeed_fx.graph.provenance import module_path
@@ -23,6 +24,7 @@ from mindspeed_fx.report.source import source_line
 from mindspeed_fx.sharding.expert_lists import kept_in_one_graph
 from mindspeed_fx.sharding.plan import ShardingError
 
+STACKED = "a mixture as a loop over its experts can be planned as grouped products of stacked weights [experts, ., .]"
 UNFUSED = ("fusion.add_rms_norm", "fusion.add_layer_norm")
 """They join the end of a layer with the beginning of the next, and the search wants layers whole."""
 
@@ -100,10 +102,12 @@ def capture_model(
     buffers = {id(b) for b in model.buffers()}
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
-        if reason := Compilation(
-            Options.parse({"disable": list(UNFUSED), "enable": list(FUSED)}).resolve("cpu")
-        ).capture(gm):
-            wrong.append(f"{reason}, so that no plan can be searched for it")
+        options = Options.parse({"disable": list(UNFUSED), "enable": list(FUSED)})
+        try:
+            if reason := Compilation(options.resolve("cpu")).capture(gm):
+                wrong.append(f"{reason}, so that no plan can be searched for it")
+        except ChosenRowsError as e:
+            wrong.append(f"a loop over a list of experts cannot be read: {e}; {STACKED}")
         for n in gm.graph.nodes:
             if n.op == "placeholder" and "example_value" in n.meta:
                 n.meta.setdefault("val", n.meta["example_value"])
@@ -115,8 +119,7 @@ def capture_model(
             ):
                 wrong.append(
                     f'module "{module_path(n)}", {source_line(n)}: the sizes of {n.target} are data, and a search '
-                    "needs fixed ones; a mixture as a loop over its experts can be planned as grouped products of "
-                    "stacked weights [experts, ., .]"
+                    f"needs fixed ones; {STACKED}"
                 )
         make_writes_functional(gm)
         results.append(gm)

@@ -34,6 +34,12 @@ def overlapping(x):
     return (x[..., :8].sin() * x[..., 4:].cos()).sum()
 
 
+def uneven(x):
+    """Five and six of eleven."""
+    y = x[..., :11]
+    return (y[..., ::2].sin().sum() * y[..., 1::2].cos().sum()) ** 2
+
+
 def incomplete(x):
     return (x[..., :4].sin() * x[..., 8:].cos()).sum()
 
@@ -62,7 +68,7 @@ def test_parts_are_joined(f, joins):
     assert aten.slice_backward.default not in targets and targets.count(aten.cat.default) == joins
 
 
-@pytest.mark.parametrize("f", [overlapping, incomplete])
+@pytest.mark.parametrize("f", [overlapping, incomplete, uneven])
 def test_what_stays_a_sum(f):
     gm, report = rewritten(f)
     assert not report.rewrites and any(n.target is aten.slice_backward.default for n in gm.graph.nodes)
