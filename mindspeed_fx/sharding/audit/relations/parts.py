@@ -214,9 +214,11 @@ def _groups(flat: list[Digit], shape: list[int]) -> Iterator[tuple[Dim, ...]]:
             return
     if want > 1:
         return
-    if shape[0] == 1 and len(shape) > 1 and rest and rest[0].mesh:  # here, or with what follows
-        for others in _groups(rest[1:], shape[1:]):
-            yield (merged([*taken, rest[0]]), *others)
+    if shape[0] == 1 and len(shape) > 1:  # here, or with what follows
+        shared = next((i for i, d in enumerate(rest) if not d.mesh), len(rest))
+        for count in range(1, shared + 1):
+            for others in _groups(rest[count:], shape[1:]):
+                yield (merged([*taken, *rest[:count]]), *others)
     if len(shape) == 1:
         taken, rest = [*taken, *rest], []
         if math.prod(d.size for d in taken if not d.mesh) != shape[0]:
