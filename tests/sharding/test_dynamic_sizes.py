@@ -70,6 +70,7 @@ def test_in_generated_code(dim, plan, sizes, tmp_path):
     check(tmp_path, "llama", {dim: 2}, plan, sizes, True, 2, "inductor")
 
 
+@pytest.mark.slow
 def test_rows_that_change_are_one_devices(tmp_path):
     check(tmp_path, "small", {"dp": 2}, "zero2", [(4, 8), (6, 12), (5, 9), (7, 6)], True, 2)
 
@@ -98,7 +99,9 @@ def compiled():
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("mesh,plan", [({"tp": 2}, "tp_sp"), ({"cp": 2}, "ulysses")])
+@pytest.mark.parametrize(
+    "mesh,plan", [({"tp": 2}, "tp_sp"), pytest.param({"cp": 2}, "ulysses", marks=pytest.mark.slow)]
+)
 def test_lengths_that_ranks_share_evenly_are_one_program(mesh, plan, compiled):
     step = compiled(Llama(1), mesh, plan)
     for rows, seq in ((4, 16), (6, 18), (8, 64)):
