@@ -287,19 +287,17 @@ class _State:
         """Put a layout in line by the bound of its own prices, if it may fit in memory."""
         start = time.perf_counter()
         layout = waiting.layout
-        program = Program(self.prices, layout, self.memory, self.allowed)
-        if program.possible:
-            if (memory := self.lower_bounds.least_memory(layout)) > self.memory:
-                self._refuse(layout, memory)
-                self.more(layout, waiting.recompute, waiting.zero)
-            else:
-                self._price(program)
-                seconds = program.lower(self.lower_bounds.core(layout))
-                if seconds < self.limit(layout.mesh):
-                    bound = max(waiting.bound, seconds)
-                    heapq.heappush(
-                        self.heap, dataclasses.replace(waiting, bound=bound, number=next(self.number), program=program)
-                    )
+        if (memory := self.lower_bounds.least_memory(layout)) > self.memory:
+            self._refuse(layout, memory)
+            self.more(layout, waiting.recompute, waiting.zero)
+        elif (program := Program(self.prices, layout, self.memory, self.allowed)).possible:
+            self._price(program)
+            seconds = program.lower(self.lower_bounds.core(layout))
+            if seconds < self.limit(layout.mesh):
+                bound = max(waiting.bound, seconds)
+                heapq.heappush(
+                    self.heap, dataclasses.replace(waiting, bound=bound, number=next(self.number), program=program)
+                )
         self.times["prices"] += time.perf_counter() - start
 
     def _price(self, program: Program) -> None:

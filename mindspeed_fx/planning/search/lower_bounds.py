@@ -27,7 +27,7 @@ class LowerBounds:
         self.work: dict[tuple, dict[int, Table]] = {}
         """tp, ep, cp -> :func:`batch_parts` -> seconds."""
         self.store: dict[tuple, Table] = {}
-        self.kept: dict[tuple, tuple[dict[int, float], float]] = {}
+        self.kept: dict[tuple, tuple[dict[int, float], float] | None] = {}
         self.cores: dict[tuple, dict[int, float]] = {}
         self.weights: dict[int, dict[int, float]] = {}
 
@@ -66,12 +66,15 @@ class LowerBounds:
         return sum(w * x[0] for w, x in rows), sum(w * x[1] for w, x in rows)
 
     def least_memory(self, layout: Layout) -> float:
-        """Bytes of states and of what is kept for the backward at least, of the fullest rank."""
+        """Bytes of states and of what is kept for the backward at least, of the fullest rank; 0 where an operator has no
+        strategy."""
         stored, key = self._stored(layout), (layout.tp, layout.ep, layout.cp, batch_parts(layout), layout.recompute)
         if key not in self.kept:
             program = Program(self.prices, layout, self.memory, self.allowed)
-            self.kept[key] = program.least_kept() if program.possible else ({}, 0.0)
-        kept, transient = self.kept[key]
+            self.kept[key] = program.least_kept() if program.possible else None
+        if (least := self.kept[key]) is None:
+            return 0.0
+        kept, transient = least
         held = max(
             sum(count * (stored[part][1] + microbatches * kept.get(part, 0.0)) for part, count in mine.items())
             for mine, microbatches in holders(layout, self.prices.order)
