@@ -195,16 +195,15 @@ def _attention(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
     out, top, total, *_ = npu.npu_fusion_attention_v3(
         *qkv, q.shape[1], layout, scale=scale, sink=None if sinks is None else sinks.float(), **arg
     )
-    lse = _log_sum_exp(top, total)
-    if mask is not None:
-        lse = stored_bsnd(lse.masked_fill(~(lse > LOWEST), 0.0))
-    return _back(out, layout, q.shape[1]), lse
+    return _back(out, layout, q.shape[1]), _log_sum_exp(top, total, mask)
 
 
-def _log_sum_exp(top: Tensor, total: Tensor) -> Tensor:
-    """[batch, heads, seq] of the statistics: one launch where Triton is there."""
+def _log_sum_exp(top: Tensor, total: Tensor, mask: Tensor | None) -> Tensor:
+    """[batch, heads, seq] of the statistics, 0 where a mask hides a row whole: one launch where Triton is there and
+    there is no mask."""
     kernel, _ = attention_lse.choose("npu", (top, total), {})
-    return (kernel.build if kernel else attention_lse.reference)(top, total)
+    lse = (kernel.build if kernel else attention_lse.reference)(top, total)
+    return lse if mask is None else stored_bsnd(lse.masked_fill(~(lse > LOWEST), 0.0))
 
 
 @lowering(attention_backward, "npu_fusion_attention_grad_v3", _supports_backward, ("npu_fusion_attention_grad_v3",))

@@ -11,7 +11,6 @@ import functools
 
 import torch
 
-from mindspeed_fx.kernels.attention import stored_bsnd
 from mindspeed_fx.kernels.attention_seeded import attention_seeded, attention_seeded_backward
 from mindspeed_fx.kernels.npu import attention as plain
 from mindspeed_fx.kernels.npu import check_types, lowering
@@ -37,10 +36,7 @@ def _attention(q, k, v, mask, causal, scale, window, p):
     out, top, total, _, seed, offset = npu.npu_fusion_attention_v3(
         *qkv, q.shape[1], layout, scale=scale, keep_prob=1 - p, **arg
     )
-    lse = top[..., 0] + total[..., 0].log()
-    if mask is not None:
-        lse = lse.masked_fill(~(lse > plain.LOWEST), 0.0)
-    return plain._back(out, layout, q.shape[1]), stored_bsnd(lse), seed, offset
+    return plain._back(out, layout, q.shape[1]), plain._log_sum_exp(top, total, mask), seed, offset
 
 
 @lowering(

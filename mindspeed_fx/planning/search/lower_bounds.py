@@ -66,8 +66,8 @@ class LowerBounds:
         return sum(w * x[0] for w, x in rows), sum(w * x[1] for w, x in rows)
 
     def least_memory(self, layout: Layout) -> float:
-        """Bytes of states and of what is kept for the backward at least, of the fullest rank; 0 where an operator has no
-        strategy."""
+        """Bytes of states and of what is kept for the backward at least, of the fullest rank; 0 where an operator has
+        no strategy."""
         stored, key = self._stored(layout), (layout.tp, layout.ep, layout.cp, batch_parts(layout), layout.recompute)
         if key not in self.kept:
             program = Program(self.prices, layout, self.memory, self.allowed)
