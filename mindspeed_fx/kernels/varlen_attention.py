@@ -47,8 +47,8 @@ def varlen_attention(
         v: [batch, kv_heads, seq, v_dim].
         documents: [batch or 1, seq], integers: tokens of a row with equal numbers are one document, wherever they
             stand.
-        ends: [any], integers: where the documents end, counted in tokens, in order; for targets whose kernel takes them
-            (batch 1), else None.
+        ends: [any], integers: where the documents end, counted in tokens over all rows, in order; for targets whose
+            kernel takes them, else None.
         causal: a token sees those of its document up to its own.
         scale: factor on q k^T.
         window: with ``causal``, a token sees those at most ``window`` - 1 places before it; 0 for all.

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_fx.megatron import deepspeed_moe, groups, pipe_experts
+from mindspeed_fx.megatron import deepspeed_moe, documents, groups, pipe_experts
 
 
 def divide_layers(model: Any, gate: deepspeed_moe.Gate) -> None:
@@ -70,6 +70,7 @@ def forward(
     parts, ranks = moe.pieces.parts, groups.size(layer.self_attention.tp_group)
     query, key, value = _projections(layer, hidden_states, rotary_pos_emb)
     seq = key.shape[0]
+    attention_mask = documents.seen(attention_mask, seq)
     own = torch.arange(seq, device=key.device).view(ranks, parts, -1)
     queries = query.view(ranks, parts, -1, *query.shape[1:])
     pipe, residuals = pipe_experts.Pipe(moe), []
@@ -103,7 +104,7 @@ def _mask(whole: Tensor | None, rows: Tensor, end: int) -> Tensor:
     """bool [1 or batch, 1, rows, end], True where a row does not see a key.
 
     Args:
-        whole: [1 or batch, 1, seq, seq]; None: rows see keys up to their own.
+        whole: as attention takes it, [1 or batch, 1, seq, seq]; None: rows see keys up to their own.
     """
     if whole is not None:
         return whole.index_select(2, rows)

@@ -34,6 +34,7 @@ from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
     norm,
     offload,
     optimizer,
+    packed_sequences,
     patches,
     ripipe,
     rng,
@@ -154,6 +155,7 @@ def _everywhere() -> list[Patch]:
             EVERYWHERE,
         ),
         *context_parallel.table(),
+        *packed_sequences.table(),
         *ripipe.table(),
         *several_tensors.table(),
         Patch(

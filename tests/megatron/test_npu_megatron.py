@@ -5,32 +5,12 @@ import json
 
 import pytest
 import torch
-from torch import nn
 
 from tests.ascend.npu_process import needs_npu
 from tests.kernels.npu import npu_graphs
-from tests.megatron.gpt_models import COUNTS, batch, tiny_gpt
+from tests.megatron.gpt_models import COUNTS, Loss, batch
 
 KINDS = {"gpt": {}, "moe": {"experts": 4, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}}
-
-
-class Loss(nn.Module):
-    """A Megatron GPT as the function of token ids that it is."""
-
-    def __init__(self, **config):
-        super().__init__()
-        self.config, self.gpt = config, tiny_gpt(**config)
-
-    def __deepcopy__(self, memo):
-        """Another with the same weights; process groups cannot be copied."""
-        made = Loss(**self.config).to(next(self.parameters()).dtype)
-        made.load_state_dict(self.state_dict())
-        return made
-
-    def forward(self, ids, labels):
-        return self.gpt(
-            input_ids=ids, position_ids=torch.arange(ids.shape[1]).expand_as(ids), attention_mask=None, labels=labels
-        ).mean()
 
 
 @pytest.mark.parametrize(

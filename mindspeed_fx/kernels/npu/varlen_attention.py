@@ -1,8 +1,8 @@
 """Packed documents on NPU: ``npu_fusion_attention_v3`` and its backward in layout TND, which compute no score between
 documents.
 
-The kernel takes where documents end (``actual_seq_qlen``, cumulative, without a leading 0); a document of no tokens, an
-end equal to the one before, is nothing.
+The kernel takes where documents end (``actual_seq_qlen``, cumulative, without a leading 0), the rows of a batch one
+after the other; a document of no tokens, an end equal to the one before, is nothing.
 """
 
 from __future__ import annotations
@@ -25,10 +25,7 @@ def _supports(q, k, v, documents, ends, causal, scale, window=0, op="npu_fusion_
         return f"{op}: where documents end is not known, only the number of each token's document"
     return first(
         f"{op}: layout TND in an ACL graph; valid there: BNSD" if in_acl_graph() else None,
-        f"{op}: batch is {hint(q.shape[0])}; valid: 1, for the ends are those of one row"
-        if hint(q.shape[0]) != 1
-        else None,
-        within(f"{op}: tokens", q.shape[2], 1, TOKENS),
+        within(f"{op}: tokens", hint(q.shape[0]) * q.shape[2], 1, TOKENS),
         within(f"{op}: documents", ends.shape[0], 1, DOCUMENTS),
         plain._supports(q, k, v, None, causal, scale, window, op=op),
     )
@@ -55,12 +52,13 @@ def _call_arguments(q, ends, causal, window) -> dict:
 
 
 def _tnd(x):
-    """[1, heads, seq, dim] as [seq, heads, dim]."""
-    return x[0].transpose(0, 1).contiguous()
+    """[batch, heads, seq, ...] as [batch * seq, heads, ...]."""
+    return x.transpose(1, 2).flatten(0, 1).contiguous()
 
 
-def _back(x):
-    return x.transpose(0, 1)[None]
+def _back(x, batch):
+    """[batch * seq, heads, ...] as [batch, heads, seq, ...]."""
+    return x.unflatten(0, (batch, -1)).transpose(1, 2)
 
 
 @lowering(varlen_attention, "npu_fusion_attention_v3 in TND", _supports, ("npu_fusion_attention_v3",))
@@ -68,7 +66,7 @@ def _attention(q, k, v, documents, ends, causal, scale, window=0):
     out, top, total, *_ = npu.npu_fusion_attention_v3(
         _tnd(q), _tnd(k), _tnd(v), q.shape[1], "TND", scale=scale, **_call_arguments(q, ends, causal, window)
     )
-    return _back(out), stored_bsnd(_back(top[..., 0] + total[..., 0].log()))
+    return _back(out, q.shape[0]), stored_bsnd(_back(top[..., 0] + total[..., 0].log(), q.shape[0]))
 
 
 @lowering(
@@ -78,7 +76,7 @@ def _attention(q, k, v, documents, ends, causal, scale, window=0):
     ("npu_fusion_attention_grad_v3",),
 )
 def _attention_backward(grad, q, k, v, out, lse, documents, ends, causal, scale, window=0):
-    top = lse[0].transpose(0, 1).unsqueeze(-1).expand(q.shape[2], q.shape[1], 8).contiguous()
+    top = _tnd(lse).unsqueeze(-1).expand(-1, -1, 8).contiguous()
     dq, dk, dv, *_ = npu.npu_fusion_attention_grad_v3(
         _tnd(q),
         _tnd(k),
@@ -92,4 +90,4 @@ def _attention_backward(grad, q, k, v, out, lse, documents, ends, causal, scale,
         scale_value=scale,
         **_call_arguments(q, ends, causal, window),
     )
-    return tuple(_back(g) for g in (dq, dk, dv))
+    return tuple(_back(g, q.shape[0]) for g in (dq, dk, dv))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_fx.kernels.base import accumulation_dtype
-from mindspeed_fx.megatron import alibi, patches
+from mindspeed_fx.megatron import alibi, documents, packed_sequences, patches
 from mindspeed_fx.megatron.context_parallel import rings, sequence
 from mindspeed_fx.megatron.context_parallel.settings import Settings, check_layer, read_settings
 from mindspeed_fx.sharding.spmd.ring import RingAttention
@@ -118,8 +118,10 @@ def forward(
     attention_bias: Tensor | None = None,
     packed_seq_params: Any = None,
 ) -> Tensor:
-    """``DotProductAttention.forward``; over a divided sequence with query [rows, batch, heads, dim], key and value
-    [rows, batch, kv_heads, ...] of a rank's chunks, and of a mask the rows that :func:`batch_on_this_rank` leaves it.
+    """``DotProductAttention.forward``, with documents' ends in the place of a mask too
+    (:mod:`mindspeed_fx.megatron.documents`), and of packed sequences; over a divided sequence with query [rows, batch,
+    heads, dim], key and value [rows, batch, kv_heads, ...] of a rank's chunks, and of a mask the rows that
+    :func:`batch_on_this_rank` leaves it.
 
     Returns:
         [rows, batch, heads * v_dim].
@@ -128,6 +130,9 @@ def forward(
         ValueError: packed sequences by ``packed_seq_params``, a bias, rows that are not two chunks, another mask.
     """
     divided = getattr(self, "divided", None)
+    if divided is None and packed_seq_params is not None and attention_bias is None:
+        return packed_sequences.attend(_core, self, (query, key, value), attn_mask_type, packed_seq_params)
+    attention_mask = documents.seen(attention_mask, query.shape[0] * (divided.settings.ranks if divided else 1))
     if divided is None:
         core = patches.original(f"{ATTENTION}.forward")
         return core(self, query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)

@@ -28,7 +28,8 @@ def batch_on_this_rank(batch: dict[str, Any], cp_group: Any = None) -> dict[str,
     settings = read_settings(_Size(group.size()))
     rest = original({**batch, "attention_mask": None}, cp_group)
     rank = group.rank() // settings.ulysses
-    return {**rest, "attention_mask": own_chunks(mask, 2, settings.ring, rank)}
+    own = mask if settings.ring == 1 else own_chunks(mask, 2, settings.ring, rank)  # all rows, or documents' ends
+    return {**rest, "attention_mask": own}
 
 
 @dataclass(frozen=True)

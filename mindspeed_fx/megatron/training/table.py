@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_fx.megatron import averages, cuda_calls, model_parts
+from mindspeed_fx.megatron import averages, cuda_calls, documents, model_parts
 from mindspeed_fx.megatron.dualpipev import placement
 from mindspeed_fx.megatron.groups import kind
 from mindspeed_fx.megatron.patches import EVERYWHERE, WITHOUT_CUDA, Patch
@@ -81,10 +81,13 @@ def table() -> dict[str, list[Patch]]:
             *forward_hooks.table(),
         ],
     }
+    patches[UTILS] = [
+        Patch(documents.BATCH, documents.batch_on_this_rank, "attention skips what documents do not see", EVERYWHERE)
+    ]
     if kind() != "cuda":
         asks = "asks for the architecture of a CUDA device"
         architecture = habits.device_architecture
-        patches[UTILS] = [Patch(f"{UTILS}:get_device_arch_version", architecture, asks, WITHOUT_CUDA)]
+        patches[UTILS] += [Patch(f"{UTILS}:get_device_arch_version", architecture, asks, WITHOUT_CUDA)]
         patches[INITIALIZE] += _initialize_without_cuda()
         patches[FUSED_KERNELS] = [
             Patch(

@@ -178,10 +178,11 @@ class Packed(nn.Module):
 
     def forward(self, ids, limits):
         q, k, v = (t.unflatten(-1, (4, 4)).transpose(1, 2) for t in self.qkv(self.embed(ids)).chunk(3, -1))
-        d = torch.searchsorted(limits, torch.arange(ids.shape[1]), right=True)
-        return F.scaled_dot_product_attention(
-            q, k, v, (d[:, None] == d) & torch.ones(SEQ, SEQ, dtype=torch.bool).tril()
-        ).sum(1)
+        places = torch.arange(ids.shape[1]).expand(*limits.shape[:-1], -1).contiguous()
+        d = torch.searchsorted(limits, places, right=True)
+        same = d[..., :, None] == d[..., None, :]
+        same = same[:, None] if limits.dim() == 2 else same
+        return F.scaled_dot_product_attention(q, k, v, same & torch.ones(SEQ, SEQ, dtype=torch.bool).tril()).sum(1)
 
 
 @pytest.mark.parametrize(
@@ -200,8 +201,10 @@ def test_shapes_that_do_not_fit_are_refused(shapes, words):
         )
 
 
-def test_on_npu_the_kernel_takes_the_lengths():
-    graphs = npu_graphs.trains_alike(Packed(), torch.arange(SEQ)[None] % 10, LIMITS, dtype=torch.bfloat16)
+@pytest.mark.parametrize("rows, limits", [(1, LIMITS), (3, LIMITS), (2, torch.stack([LIMITS, LIMITS // 2]))])
+def test_on_npu_the_kernel_takes_the_lengths(rows, limits):
+    ids = torch.arange(rows * SEQ).view(rows, SEQ) % 10
+    graphs = npu_graphs.trains_alike(Packed(), ids, limits, dtype=torch.bfloat16)
     assert (
         graphs.npu() == {"npu_fusion_attention_v3": 1, "npu_fusion_attention_grad_v3": 1} and graphs.unlowered() == []
     )

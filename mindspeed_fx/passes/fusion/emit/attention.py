@@ -173,9 +173,9 @@ def _emit_varlen(
             f"{rows} queries, {match.value(k).shape[2]} keys and {match.value(numbers).shape[-1]} numbers are not "
             "known to be as many"
         )
-    ends = packed_sequences.ends(gm, root, numbers) if npu and statically_known_true(batch == 1) else None
+    ends = packed_sequences.ends(gm, root, numbers, batch) if npu and isinstance(batch, int) else None
     if npu and ends is None:
-        return "on npu the kernel takes one row of tokens whose lengths or cumulative lengths the graph knows"
+        return "on npu the kernel takes rows whose number, and whose lengths or cumulative lengths, the graph knows"
     q, k, *_ = _operands(gm, root, scores, q, k, v, [], [])
     if match.value(numbers).dim() == 1:
         numbers = rewrite.insert(gm, root, aten.unsqueeze.default, (numbers, 0))
