@@ -65,6 +65,7 @@ def table() -> list[Patch]:
     without_cuda = _without_cuda() if groups.kind() != "cuda" else []
     return (
         _everywhere()
+        + packed_sequences.table()
         + uneven.table()
         + wide_norms.table()
         + streams.table()
@@ -155,7 +156,6 @@ def _everywhere() -> list[Patch]:
             EVERYWHERE,
         ),
         *context_parallel.table(),
-        *packed_sequences.table(),
         *ripipe.table(),
         *several_tensors.table(),
         Patch(

@@ -1,5 +1,6 @@
 """Models of Megatron-LM's pretrain_gpt.py: one graph per chunk, and the losses and gradient norms of Megatron eager."""
 
+import json
 import re
 from argparse import Namespace
 
@@ -207,6 +208,39 @@ WHOLE_SCRIPTS = {
 @pytest.mark.parametrize("case", WHOLE_SCRIPTS)
 def test_whole_scripts_on_two_ranks(case):
     compare(modern(WHOLE_SCRIPTS[case]), world=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more, world", [("", 1), ("--context-parallel-size 2", 2)])
+def test_what_documents_do_not_see_is_skipped(more, world, tmp_path):
+    flags = modern(f"--reset-attention-mask --fix-sub-seq-length 12 {more}")
+    compare(flags, world)
+    assert skipping_graphs(SMALL + shorter(flags).split(), world, tmp_path)[0] >= 2 * world
+
+
+@pytest.mark.slow
+def test_conversations_packed_into_a_row(tmp_path):
+    flags = "--num-layers 1 --sft --data-path conversations --split 8,1,1 --micro-batch-size 1"
+    args = [word for word in SMALL if word != "--mock-data"] + MODERN + flags.split()
+    args += ["--no-create-attention-mask-in-dataloader", "--calculate-per-token-loss"]
+    setup = "tests.megatron.launch.conversations:write"
+    eager = runner.run(args, 1, environ={"MINDSPEED_FX_COMPILE": "0"}, setup=setup)
+    assert eager.error is None, eager.error
+    skipping, compiled = skipping_graphs(args, 1, tmp_path, setup=setup)
+    assert skipping >= 2 and compiled.chunks == [1]
+    assert 2 <= compiled.graphs[0] <= 4  # training and evaluation; the number of conversations becomes a symbol
+    assert compiled.grad_norms == pytest.approx(eager.grad_norms, rel=1e-5) and len(eager.losses) == 2
+    for iteration, losses in eager.losses.items():
+        assert compiled.losses[iteration] == pytest.approx(losses, rel=1e-5)
+
+
+def skipping_graphs(args, world, folder, **settings):
+    """How many graphs, over all ranks, call attention that computes no score between documents; the run."""
+    options = {"codegen": "eager", "dump": str(folder)}
+    result = runner.run(args, world, environ={"MINDSPEED_FX_OPTIONS": json.dumps(options)}, **settings)
+    assert result.error is None, result.error
+    graphs = {path.parent for path in folder.rglob("*.py") if "mindspeed.varlen_attention(" in path.read_text()}
+    return len(graphs), result
 
 
 def test_images_and_texts_in_three_graphs():
