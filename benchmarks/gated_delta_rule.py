@@ -1,6 +1,6 @@
 """The gated delta rule of Hugging Face's Qwen3-Next on CPU, forward and backward, beside Inductor on that spelling.
 
-    python -m benchmarks.gated_delta_rule [--rounds 7] [--seq 2048] [--k_heads 4] [--heads 8] [--dim 128]
+    python -m benchmarks.gated_delta_rule [--rounds 7] [--seq 2048] [--k_heads 4] [--heads 8] [--dim 128] [--clock wall]
 
 Gradients and the result are not counted as memory of either, since both have them.
 """
@@ -19,7 +19,7 @@ def rule(q, k, v, g, beta):
 
 
 def main() -> None:
-    args = common.arguments(rounds=7, seq=2048, k_heads=4, heads=8, dim=128)
+    args = common.arguments(rounds=7, seq=2048, k_heads=4, heads=8, dim=128, clock="wall")
     torch.manual_seed(0)
     q, k = (torch.randn(1, args.seq, args.k_heads, args.dim, requires_grad=True) for _ in range(2))
     v = torch.randn(1, args.seq, args.heads, args.dim, requires_grad=True)
@@ -32,9 +32,9 @@ def main() -> None:
         steps[backend] = lambda compiled=compiled: torch.autograd.grad(compiled(*inputs), inputs, grad)
         steps[backend]()
     common.header(
-        f"gated delta rule, {args.seq} tokens, {args.k_heads} heads of keys, {args.heads} of values, width {args.dim}"
+        f"gated delta rule, {args.seq} tokens, {args.k_heads} heads of keys, {args.heads} of values, width {args.dim}, {args.clock} time"
     )
-    times = common.interleaved(steps, args.rounds)
+    times = common.interleaved(steps, args.rounds, clock=args.clock)
     returned = sum(x.numel() * x.element_size() for x in (*inputs, v))
     common.table(times, {name: common.peak_bytes(step, returned) for name, step in steps.items()}, "mindspeed")
 
