@@ -105,10 +105,10 @@ _LIMITS = (
     "Losses that Megatron logs (of a router, of tokens ahead) are added up in a graph where mindspeed_fx compiles the "
     "chunks of pretrain_gpt.py; with torch.compile called by hand the second forward is another graph.",
     "Packed sequences (packed_seq_params of layout thd, `--sft`) and documents (--reset-attention-mask) are skipped: "
-    "their ends, not a mask, reach the graph, and the host waits once for a batch of documents. Scores between them are "
-    "computed and masked in rings and gathered keys of context parallelism, with ALiBi, a soft-cap, sinks or dropout of "
-    "attention, and of a batch of more than 1,023 documents; a window with packed_seq_params is refused.",
-    "Mamba and vision models have not been tried.",
+    "their ends, not a mask, reach the graph, and the host waits once for a batch of documents. Scores between them "
+    "are computed and masked in rings and gathered keys of context parallelism, with ALiBi, a soft-cap, sinks or "
+    "dropout of attention, and of a batch of more than 1,023 documents; a window with packed_seq_params is refused.",
+    "Models with Mamba's layers, and of vision models all but LLaVA (pretrain_vlm.py), have not been tried.",
 )
 
 

@@ -114,5 +114,7 @@ def table() -> list[patches.Patch]:
     reason = "asks the host for the lengths of packed sequences"
     return [
         patches.Patch(ROTATE, rotate, reason, patches.EVERYWHERE),
-        patches.Patch(ROLL, roll, reason),
+        patches.Patch(
+            ROLL, roll, f"{reason}, and rolls none where they come as one row of a batch", patches.EVERYWHERE
+        ),
     ]

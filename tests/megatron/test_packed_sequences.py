@@ -168,6 +168,8 @@ def test_each_token_ahead_is_of_its_own_sequence():
     expected, expected_total = patches.original(packed_sequences.ROLL)(tensor, -1, -1, parameters)
     torch.testing.assert_close(rolled, expected, rtol=0, atol=0)
     torch.testing.assert_close(total, expected_total)
+    parameters.cu_seqlens_q = parameters.cu_seqlens_q[None]  # as pretrain_gpt.py hands them on
+    assert torch.equal(packed_sequences.roll(tensor, -1, -1, parameters)[0], expected)
 
 
 @pytest.mark.parametrize(
