@@ -32,7 +32,8 @@ def main() -> None:
         steps[backend] = lambda compiled=compiled: torch.autograd.grad(compiled(*inputs), inputs, grad)
         steps[backend]()
     common.header(
-        f"gated delta rule, {args.seq} tokens, {args.k_heads} heads of keys, {args.heads} of values, width {args.dim}, {args.clock} time"
+        f"gated delta rule, {args.seq} tokens, {args.k_heads} heads of keys, {args.heads} of values, width {args.dim}, "
+        f"{args.clock} time"
     )
     times = common.interleaved(steps, args.rounds, clock=args.clock)
     returned = sum(x.numel() * x.element_size() for x in (*inputs, v))
