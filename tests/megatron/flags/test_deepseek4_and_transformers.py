@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.megatron.flags.deepseek4_formulas import EXPERTS, HEADS, HIDDEN, RANK, ROTATED, VOCABULARY, WIDTH, K, build
 from tests.megatron.flags.deepseek4_runs import LENGTH, WINDOW
-from tests.megatron.flags.test_deepseek4 import EXPERTS, HEADS, HIDDEN, RANK, ROTATED, VOCABULARY, WIDTH, K, build
 
 pytest.importorskip("transformers.models.deepseek_v4", reason="this transformers has no DeepSeek-V4")
 pytestmark = pytest.mark.usefixtures("on_one_rank")
