@@ -7,53 +7,12 @@ the mask of them again, in the graph, where the compiler reads what it says.
 
 from __future__ import annotations
 
-import logging
-from functools import cache
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from mindspeed_fx.megatron import patches
-from mindspeed_fx.megatron.context_parallel.settings import read_settings
-from mindspeed_fx.megatron.run_arguments import training_arguments
-
-BATCH = "megatron.training.utils:get_batch_on_this_tp_rank"
 MOST = 1024
 """Ends of one call of ``npu_fusion_attention_v3``, a row's length among them. Rows of a batch have as many ends,
 whatever their documents, for the graph is one."""
-_log = logging.getLogger(__name__)
-
-
-def batch_on_this_rank(*args: Any, **kwargs: Any) -> dict[str, Any]:
-    """``get_batch_on_this_tp_rank`` of a run with ``--reset-attention-mask``, the mask as its documents' ends where the
-    chunks are compiled and a rank attends over the whole sequence."""
-    batch = patches.original(BATCH)(*args, **kwargs)
-    mask = batch.get("attention_mask")
-    if mask is None or not _are_skipped():
-        return batch
-    ends = document_ends(mask)
-    if ends is None:
-        _say_masked(tuple(mask.shape))
-        return batch
-    return {**batch, "attention_mask": ends}
-
-
-def _are_skipped() -> bool:
-    from mindspeed_fx.megatron.training.compile_chunks import wants_compile
-
-    args = training_arguments()
-    return bool(getattr(args, "reset_attention_mask", False)) and wants_compile() and read_settings(args).ring == 1
-
-
-@cache
-def _say_masked(shape: tuple[int, ...]) -> None:
-    _log.warning(
-        "attention_mask %s is none of documents, each a causal one, or of more than %d: scores between documents are "
-        "computed and masked",
-        list(shape),
-        MOST,
-    )
 
 
 def document_ends(mask: Tensor) -> Tensor | None:
@@ -78,6 +37,11 @@ def document_ends(mask: Tensor) -> Tensor | None:
         .contiguous()
     )
     return ends if torch.equal(mask_of(ends, seq), mask) else None
+
+
+def count_of_ends(batch: int, seq: int) -> int:
+    """How many ends stand for a row."""
+    return max(1, min(seq, MOST // batch - 1))
 
 
 def mask_of(ends: Tensor, seq: int, is_causal: bool = True) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from mindspeed_fx.megatron import documents, packed_sequences, patches
+from mindspeed_fx.megatron.training import document_ends
 from tests.kernels.npu import npu_graphs
 from tests.megatron.gpt_models import Loss, batch, tiny_gpt, train
 
@@ -90,20 +91,20 @@ def test_other_masks_stay_masks():
 )
 def test_a_batch_arrives_with_ends(given, skips, monkeypatch):
     said = []
-    monkeypatch.setattr(documents, "_say_masked", said.append)
+    monkeypatch.setattr(document_ends, "_say_masked", said.append)
     arguments = SimpleNamespace(**dict(reset_attention_mask=True, context_parallel_size=1) | given)
     arrived = {"tokens": torch.arange(16)[None], "attention_mask": mask_of_lengths([LENGTHS])}
-    monkeypatch.setattr(documents, "training_arguments", lambda: arguments)
-    monkeypatch.setitem(patches._originals, documents.BATCH, lambda iterator: dict(next(iterator)))
-    read = documents.batch_on_this_rank(iter([arrived]))
+    monkeypatch.setattr(document_ends, "training_arguments", lambda: arguments)
+    monkeypatch.setitem(patches._originals, document_ends.TARGET, lambda iterator: dict(next(iterator)))
+    read = document_ends.batch_on_this_rank(iter([arrived]))
     assert list(read) == list(arrived) and read["tokens"] is arrived["tokens"]
     assert torch.equal(documents.seen(read["attention_mask"], 16), arrived["attention_mask"])
     assert (read["attention_mask"].shape == (1, 16)) == skips and not said
     other = {"attention_mask": arrived["attention_mask"].logical_not()}
-    assert torch.equal(documents.batch_on_this_rank(iter([other]))["attention_mask"], other["attention_mask"])
+    assert torch.equal(document_ends.batch_on_this_rank(iter([other]))["attention_mask"], other["attention_mask"])
     assert len(said) == skips  # why they are not skipped
     monkeypatch.setenv("MINDSPEED_FX_COMPILE", "0")
-    assert documents.batch_on_this_rank(iter([arrived]))["attention_mask"] is arrived["attention_mask"]
+    assert document_ends.batch_on_this_rank(iter([arrived]))["attention_mask"] is arrived["attention_mask"]
 
 
 def test_too_many_documents_stay_a_mask(monkeypatch):

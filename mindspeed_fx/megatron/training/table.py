@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from mindspeed_fx.megatron import averages, cuda_calls, documents, model_parts
+from mindspeed_fx.megatron import averages, cuda_calls, model_parts
 from mindspeed_fx.megatron.dualpipev import placement
 from mindspeed_fx.megatron.groups import kind
 from mindspeed_fx.megatron.patches import EVERYWHERE, WITHOUT_CUDA, Patch
 from mindspeed_fx.megatron.training import (
     compile_chunks,
+    document_ends,
     fixed_documents,
     forward_hooks,
     habits,
@@ -82,7 +83,12 @@ def table() -> dict[str, list[Patch]]:
         ],
     }
     patches[UTILS] = [
-        Patch(documents.BATCH, documents.batch_on_this_rank, "attention skips what documents do not see", EVERYWHERE)
+        Patch(
+            document_ends.TARGET,
+            document_ends.batch_on_this_rank,
+            "attention skips what documents do not see",
+            EVERYWHERE,
+        )
     ]
     if kind() != "cuda":
         asks = "asks for the architecture of a CUDA device"

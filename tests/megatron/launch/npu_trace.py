@@ -105,7 +105,8 @@ def _chunk(args: Any, first: bool, last: bool, stage: int | None) -> tuple[Any, 
     from gpt_builders import gpt_builder
     from model_provider import model_provider
 
-    from mindspeed_fx.megatron import logged_losses
+    from mindspeed_fx.megatron import documents, logged_losses
+    from mindspeed_fx.megatron.training import document_ends
 
     chunk = model_provider(gpt_builder, pre_process=first, post_process=last, vp_stage=stage)
     logged_losses.prepare(chunk.config)
@@ -114,6 +115,9 @@ def _chunk(args: Any, first: bool, last: bool, stage: int | None) -> tuple[Any, 
     inputs = {"input_ids": tokens, "position_ids": tokens.clone(), "attention_mask": None}
     if args.create_attention_mask_in_dataloader:
         inputs["attention_mask"] = torch.zeros(batch, 1, length, args.seq_length, dtype=torch.bool)
+        if document_ends.are_skipped(args):
+            ends = documents.count_of_ends(batch, args.seq_length)
+            inputs["attention_mask"] = torch.zeros(batch, ends, dtype=torch.int64)
     if last:
         inputs["labels"] = tokens.clone()
     if not first:
