@@ -11,6 +11,8 @@ import sympy
 import torch
 import torch.fx as fx
 
+from mindspeed_fx.compat.fake import hint
+
 
 def statically_known_true(condition: object) -> bool:
     """``condition``, a bool or a symbolic one, where it holds for every size without adding a guard."""
@@ -75,8 +77,8 @@ def untraced(function: Callable) -> Callable:
 
 def multiply_two_at_a_time() -> None:
     """A size that was computed outside of a trace torch (2.13) makes anew of the trace's own, a product of three as one
-    call of ``operator.mul``, which takes two: the call fails, or the code that is written of it leaves the third out.
-    From here on a product is made of products of two; nothing else changes."""
+    call of ``operator.mul``, which takes two: the call fails, or the code that is written of it leaves the third out;
+    and no square. From here on products and powers are made of products of two; nothing else changes."""
     from torch.fx.experimental import proxy_tensor
 
     own = getattr(proxy_tensor, "_build_proxy_for_sym_expr", None)
@@ -86,11 +88,10 @@ def multiply_two_at_a_time() -> None:
 
     @functools.wraps(own)
     def build(tracer: Any, expr: Any, out: Any = None) -> Any:
-        known = getattr(tracer, "sympy_expr_tracker", {})
-        if not isinstance(expr, sympy.Mul) or len(expr.args) < 3 or expr in known:
+        two = _two_factors(expr)
+        if two is None or expr in getattr(tracer, "sympy_expr_tracker", {}):
             return own(tracer, expr, out)
-        first, *rest = expr.args
-        factors = build(tracer, first), build(tracer, sympy.Mul(*rest))
+        factors = [build(tracer, factor) for factor in two]
         if any(f is None for f in factors):
             return None
         if out is None:
@@ -100,6 +101,33 @@ def multiply_two_at_a_time() -> None:
 
     build._two_at_a_time = True  # type: ignore[attr-defined]
     proxy_tensor._build_proxy_for_sym_expr = build
+
+
+def _two_factors(expr: Any) -> tuple[Any, Any] | None:
+    """Two expressions whose product is ``expr``, of three factors or more or a power; None for other expressions."""
+    if isinstance(expr, sympy.Pow) and expr.exp.is_Integer and expr.exp > 1:
+        return expr.base, expr.base ** (expr.exp - 1)
+    if not isinstance(expr, sympy.Mul) or len(expr.args) < 3:
+        return None
+    first, *rest = expr.args
+    return first, sympy.Mul(*rest)
+
+
+def price_sizes_as_traced() -> None:
+    """DTensor (2.13) compares prices of what it may send; of symbols such a comparison is a guard, and another size
+    makes the program anew though nothing but a price differs. From here on a size is priced as it was traced."""
+    from torch.distributed.tensor import _collective_utils as costs
+
+    own = getattr(costs, "spec_to_bytes", None)
+    if own is None or getattr(own, "_as_traced", False):
+        return
+
+    @functools.wraps(own)
+    def nbytes(spec: Any) -> int:
+        return hint(own(spec))
+
+    nbytes._as_traced = True  # type: ignore[attr-defined]
+    costs.spec_to_bytes = nbytes
 
 
 def new_row_count() -> torch.SymInt:

@@ -175,7 +175,6 @@ def localize(
     from mindspeed_fx.sharding.spmd.program import Program
 
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    _check_changing_sizes(inputs, result.plan)
     seen = [_of_changing_size(n, x) for n, x in zip(placeholders, inputs, strict=True)]
     values = [_value(n, x, result) for n, x in zip(placeholders, seen)]
     random_call = next((n for graph in (gm, *bodies(gm)) for n in graph.graph.nodes if draws(n)), None)
@@ -229,29 +228,6 @@ def check_options(options: Any) -> None:
             'option "optimizer" is "backward", and the model is parallelized: its parameters are parts, which '
             "torch.optim.AdamW steps"
         )
-
-
-def _check_changing_sizes(inputs: Sequence[Any], plan: Any) -> None:
-    """Refuse symbolic sizes under plans that divide experts, or in which keys go round.
-
-    Raises:
-        ShardingError: with what the plan divides.
-    """
-    sizes = [n for x in inputs for n in (x.shape if isinstance(x, torch.Tensor) else [x])]
-    if not any(isinstance(n, torch.SymInt) for n in sizes):
-        return
-    what = "divides experts" if plan.experts or "ep" in plan.mesh else "passes keys round" if _has_ring(plan) else ""
-    if what:
-        raise ShardingError(
-            f'plan "{plan.name}" {what}, and takes fixed sizes: torch.compile(..., dynamic=False) compiles '
-            "once for each size, so pad batches to a few (as examples/train_hf.py --buckets does)"
-        )
-
-
-def _has_ring(plan: Any) -> bool:
-    edges = [edge for name, edge in plan.operators.items() if "attention" in name]
-    keys = [placed for edge in edges for name, placed in edge.arguments.items() if "key" in name]
-    return any("S(2)" in placed.values() for placed in keys)
 
 
 @contextlib.contextmanager

@@ -15,8 +15,9 @@ import mindspeed_fx
 from mindspeed_fx.sharding.plan import ShardingError
 from tests.sharding.input_ranks import Small
 from tests.sharding.llama import Llama
+from tests.sharding.mixtral import Mixtral
 
-MODELS = {"llama": lambda: Llama(1), "small": Small}
+MODELS = {"llama": lambda: Llama(1), "mixtral": lambda: Mixtral(1), "small": Small}
 
 
 def batch(rows, seq):

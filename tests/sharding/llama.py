@@ -23,8 +23,10 @@ class Attention(nn.Module):
             for p, n in ((self.q_proj, self.heads), (self.k_proj, self.kv_heads), (self.v_proj, self.kv_heads))
         )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.o_proj(out.transpose(1, 2).reshape(b, s, -1))
+        return self.o_proj(self.attend(q, k, v).transpose(1, 2).reshape(b, s, -1))
+
+    def attend(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 class MLP(nn.Module):
@@ -89,3 +91,28 @@ class Llama(nn.Module):
         logits = self.head(self.norm(self.run_layers(ids))).view(-1, self.head.weight.shape[0])
         loss = F.cross_entropy(logits, labels.view(-1))
         return loss + self.z_loss * logits.logsumexp(-1).square().mean() if self.z_loss else loss
+
+
+class Masked(Llama):
+    """Attention with the mask that ``mask(ids)`` [batch or 1, 1, queries, keys] makes."""
+
+    def __init__(self, mask, layers: int = 1, **sizes: int):
+        super().__init__(layers, **sizes)
+        self.mask = mask
+        for layer in self.layers:
+            layer.attention.__class__ = MaskedAttention
+
+    def forward(self, ids, labels):
+        for layer in self.layers:
+            layer.attention.allowed = self.mask(ids)
+        return super().forward(ids, labels)
+
+
+class MaskedAttention(Attention):
+    def attend(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.allowed, enable_gqa=True)
+
+
+def sliding_window(ids):
+    i, j = torch.arange(ids.shape[1]).unsqueeze(1), torch.arange(ids.shape[1])
+    return ((j <= i) & (i - j < 8))[None, None]

@@ -16,12 +16,13 @@ from mindspeed_fx.backend import Compilation
 from tests import ranks
 from tests.sharding import dynamic_ranks
 from tests.sharding.input_ranks import Small
-from tests.sharding.llama import Llama
+from tests.sharding.llama import Llama, Masked, sliding_window
 from tests.sharding.mixtral import Mixtral
 
 LENGTHS = [(4, n) for n in (100, 101, 500, 237, 352, 499)]
 BATCHES = [(4, 16), (4, 18), (6, 20), (4, 17), (5, 33), (3, 64)]
 ROWS = [(4, 16), (5, 17), (6, 20), (7, 33)]
+RING = [(4, 16), (6, 24), (5, 17), (7, 33), (4, 18), (3, 22), (8, 48)]
 
 
 def check(tmp_path, kind, mesh, plan, sizes, dynamic, compiles, codegen="eager", placed=None):
@@ -48,6 +49,20 @@ def check(tmp_path, kind, mesh, plan, sizes, dynamic, compiles, codegen="eager",
 )
 def test_each_loss_and_gradient_is_one_devices(dim, plan, sizes, dynamic, compiles, tmp_path):
     check(tmp_path, "llama", {dim: 2}, plan, sizes, dynamic, compiles)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind,mesh,plan,sizes,compiles",
+    [
+        ("llama", {"cp": 2}, "ring", RING, 3),  # lengths of four parts, of two, and odd ones
+        ("llama", {"cp_ring": 2, "cp_ulysses": 2}, "hybrid", RING[:5], 2),
+        ("mixtral", {"ep": 2}, "ep", RING, 3),
+        ("mixtral", {"ep": 2}, "ep_alltoall", RING[:4], 2),
+    ],
+)
+def test_rings_and_experts(kind, mesh, plan, sizes, compiles, tmp_path):
+    check(tmp_path, kind, mesh, plan, sizes, True, compiles)
 
 
 @pytest.mark.slow
@@ -100,11 +115,18 @@ def compiled():
 
 
 @pytest.mark.parametrize(
-    "mesh,plan", [({"tp": 2}, "tp_sp"), pytest.param({"cp": 2}, "ulysses", marks=pytest.mark.slow)]
+    "kind,mesh,plan",
+    [
+        (Llama, {"tp": 2}, "tp_sp"),
+        pytest.param(Llama, {"cp": 2}, "ulysses", marks=pytest.mark.slow),
+        pytest.param(Llama, {"cp": 2}, "ring", marks=pytest.mark.slow),
+        pytest.param(Llama, {"cp_ring": 2, "cp_ulysses": 2}, "hybrid", marks=pytest.mark.slow),
+        (Mixtral, {"ep": 2}, "ep"),
+    ],
 )
-def test_lengths_that_ranks_share_evenly_are_one_program(mesh, plan, compiled):
-    step = compiled(Llama(1), mesh, plan)
-    for rows, seq in ((4, 16), (6, 18), (8, 64)):
+def test_sizes_that_ranks_share_evenly_are_one_program(kind, mesh, plan, compiled):
+    step = compiled(kind(1), mesh, plan)
+    for rows, seq in ((4, 16), (6, 20), (8, 64)):
         step(*dynamic_ranks.batch(rows, seq)).backward()
     assert counters["stats"]["unique_graphs"] == 1
 
@@ -143,10 +165,7 @@ def test_collectives_are_those_of_fixed_sizes(kind, mesh, plan, compiled, collec
     assert counts[0] == counts[1] and counts[0]
 
 
-@pytest.mark.parametrize(
-    "kind,dim,plan,what",
-    [(Llama, "cp", "ring", "passes keys round"), (Mixtral, "ep", "ep", "divides experts")],
-)
-def test_what_takes_fixed_sizes_is_refused(kind, dim, plan, what, compiled):
-    with pytest.raises(Exception, match=rf'plan "{plan}" {what}, and takes fixed sizes: .*dynamic=False'):
-        compiled(kind(1), {dim: 2}, plan)(*dynamic_ranks.batch(4, 16))
+@pytest.mark.slow
+def test_a_window_over_a_divided_sequence_stays_whole(compiled, capfd):
+    compiled(Masked(sliding_window), {"cp": 2}, "ring")(*dynamic_ranks.batch(4, 16)).backward()
+    assert "with a mask or a window over a divided sequence takes fixed sizes" in capfd.readouterr().err

@@ -294,7 +294,7 @@ class Loop(nn.Module):
         (False, "a loop over a list of experts cannot be read: .*stacked weights"),
     ],
 )
-def test_lists_of_experts_are_not_divided(dense, says):
+def test_a_loop_that_cannot_be_read_has_no_experts(dense, says):
     with pytest.raises(ShardingError, match=says):
         mindspeed_fx.plan(Loop(dense), (torch.zeros(8, 32),), mesh={"ep": 2}, hardware="ascend910b2")
 

@@ -98,8 +98,8 @@ def branch_and_bound(
     layers = sum(map(len, problem.runs))
     if not experts and (fixed or {}).get("ep", 1) > 1:
         raise ShardingError(
-            'mesh dimension "ep" divides experts, and none were found: weights [experts, ., .] in grouped products; '
-            'experts that are a list of modules are not divided. Name the dimension "dp", or stack their weights'
+            'mesh dimension "ep" divides experts, and none were found: weights [experts, ., .] in grouped products, or '
+            'a list of modules in a loop that gives each the tokens that chose it. Name the dimension "dp"'
         )
     if (stages := (fixed or {}).get("pp", 1)) > max(1, layers):
         raise ShardingError(

@@ -14,6 +14,8 @@ from mindspeed_fx.sharding.plan import Placed, Plan, matching, parse_placement, 
 ARGUMENTS = {"attention": ("q", "k", "v"), "moe_permute": ("tokens",)}
 """Arguments of operators that a plan places."""
 
+PRODUCT = "mindspeed.grouped_matmul"
+
 
 def following(plan: Plan, problem: Problem, dim: str = "tp") -> Allowed:
     """The strategies that agree with ``plan`` on mesh dimension ``dim``: parameters at rest, and edges of modules and
@@ -22,6 +24,9 @@ def following(plan: Plan, problem: Problem, dim: str = "tp") -> Allowed:
     wanted: dict[tuple[Node, int], Any] = {}
     for parameter in problem.parameters:
         word = placement_of(plan.parameters, parameter.name, "parameter").get(dim, "R")
+        if parameter.stacked:  # of parts at rest whole experts are made
+            weights = placement_of({n: b.arguments.get("weight", {}) for n, b in plan.operators.items()}, PRODUCT, "")
+            word = weights.get(dim, "R")
         for node, i in parameter.users:
             wanted[node, i] = word
     for edge in problem.edges:

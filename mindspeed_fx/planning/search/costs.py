@@ -17,6 +17,7 @@ from mindspeed_fx.cost.collectives import collective
 from mindspeed_fx.cost.device import Hardware
 from mindspeed_fx.cost.operators import Cost, Spec
 from mindspeed_fx.kernels.base import REGISTRY
+from mindspeed_fx.planning.search import stacked_experts
 from mindspeed_fx.planning.search.layouts import Layout
 from mindspeed_fx.planning.search.problem import Node, Problem, Use, localize
 from mindspeed_fx.planning.search.stage_loads import layer_order, parts_of
@@ -27,16 +28,7 @@ OPTIMIZERS = {"adam": 8, "sgd": 0, "momentum": 4}
 
 
 BY_SHAPE = frozenset(
-    (
-        "attention",
-        "scaled_dot_product_attention",
-        "rope",
-        "qk_norm_rope",
-        "moe_permute",
-        "moe_unpermute",
-        "grouped_matmul",
-        "cumsum",
-    )
+    "attention scaled_dot_product_attention rope qk_norm_rope moe_permute moe_unpermute grouped_matmul cumsum".split()
 )
 """Operators whose price is not a matter of the number of tokens alone."""
 
@@ -372,6 +364,13 @@ class Prices:
         ranks = layout.ranks_per_node(dim, self.hw.node)[0]
         zero = layout.zero if ranks > 1 else "never"
         share = n / (ranks if zero != "never" else 1)
+        if parameter.stacked:
+            share = stacked_experts.bytes_at_rest(parameter, layout, isinstance(label, int))
+            dims = ("ep", "tp") if isinstance(label, int) else ("ep",)
+            exchange = sum(self.seconds("all_to_all", n, layout, d) for d in dims)
+            result.gather += exchange
+            result.reduce += exchange if parameter.trained else 0.0
+            result.state += n  # whole experts, kept for the backward
         if parameter.users[0][0] is node or len(parameter.users) == 1:
             count = share / parameter.itemsize
             states = (

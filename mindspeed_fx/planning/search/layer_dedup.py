@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from mindspeed_fx.sharding.expert_lists import listed_parameters
+
 TRACED = 2
 """Layers of a run that are traced: two show what is between two."""
 
@@ -49,8 +51,11 @@ def repetition(model: nn.Module) -> Repetition:
     for _, p in model.named_parameters(remove_duplicate=False):
         owners[id(p)] = owners.get(id(p), 0) + 1
     kept: dict[str, list[int]] = {}
+    experts = {name.partition(".*.")[0] for name in listed_parameters(model)}
     lists = [
-        (n, m) for n, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > TRACED
+        (n, m)
+        for n, m in model.named_modules()
+        if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > TRACED and n not in experts
     ]
     for path, layers in lists:
         if any(path.startswith(f"{outer}.") for outer in kept) or any(owners[id(p)] > 1 for p in layers.parameters()):

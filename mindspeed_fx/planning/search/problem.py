@@ -58,6 +58,8 @@ class Parameter:
     shape: tuple[int, ...]
     itemsize: int
     trained: bool
+    stacked: bool = False
+    """Whether each expert of a list has one ("experts.*.w1"), which the graph stacks: shape [experts, ...]."""
     users: list[tuple["Node", int]] = field(default_factory=list, repr=False)
 
     @property

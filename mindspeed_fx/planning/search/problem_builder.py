@@ -23,6 +23,7 @@ from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.planning.search.axes import Axes, Dim
 from mindspeed_fx.planning.search.layer_dedup import Repetition
 from mindspeed_fx.planning.search.problem import Edge, Node, NotRepeated, Parameter, Problem, Use, Value
+from mindspeed_fx.planning.search.stacked_experts import name_of_all
 from mindspeed_fx.planning.search.strategies import name_of, strategy_rows, tensor_arguments
 from mindspeed_fx.report.source import source_line
 from mindspeed_fx.sharding.plan import ShardingError
@@ -58,6 +59,7 @@ class _Builder:
             self.axes, [], [], [], [whole for whole, _ in repeated.runs], None, None, [], notes=list(repeated.notes)
         )
         self.parameters: dict[str, Parameter] = {}
+        self.trained = {n: p.requires_grad for n, p in model.named_parameters(remove_duplicate=False)}
         self.unknown: dict[str, str] = {}
         self.layer_of = {
             name: (run, i) for run, (_, traced) in enumerate(repeated.runs) for i, name in enumerate(traced)
@@ -118,8 +120,18 @@ class _Builder:
         name = self.names[node]
         if name and isinstance(use, Use):
             whole = self.repeated.whole_name(name)
-            trained = dict(self.model.named_parameters(remove_duplicate=False))[name].requires_grad
+            trained = self.trained[name]
             use.value.parameter = self.parameters[whole] = Parameter(whole, use.shape, use.value.itemsize, trained)
+
+    def _stacked(self, node: fx.Node, name: str) -> None:
+        """Parameters of all experts of a list become one."""
+        use = self.values[node] = self._fresh(node.name, node.meta["val"])
+        own = [self.values[n].value.parameter for n in node.args[0]]
+        for parameter in own:
+            self.parameters.pop(parameter.name, None)
+        whole = self.repeated.whole_name(name)
+        trained = any(parameter.trained for parameter in own)
+        use.value.parameter = self.parameters[whole] = Parameter(whole, use.shape, use.value.itemsize, trained, True)
 
     def _function(self, node: fx.Node) -> None:
         value, name = node.meta.get("val"), name_of(node)
@@ -134,6 +146,9 @@ class _Builder:
                 f'module "{module_path(node)}": {node.target} cannot be searched; plan the model without checkpointed '
                 "regions, the plan says what to recompute"
             )
+        if (experts := name_of_all(node, self.names)) is not None:
+            self._stacked(node, experts)
+            return
         uses = [self.values[a] for a in tensor_arguments(node)]
         if name in CARRY_AXES and isinstance(value, torch.Tensor) and len(uses) == 1:
             self.values[node] = Use(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import json
 from dataclasses import dataclass
 from typing import Any, Sequence
@@ -261,8 +262,8 @@ class SearchedPlan(Plan):
             for layer in head:
                 full = layer + p.name[len(head[0]) :] if node.run >= 0 and p.name.startswith(f"{head[0]}.") else p.name
                 known[full] = p
-        if name in known:
-            return known[name]
+        if (own := next((n for n in known if fnmatch.fnmatchcase(name, n)), None)) is not None:
+            return known[own]
         inside = [n for n in known if n.rpartition(".")[0] == name]
         weight = [n for n in inside if n.endswith(".weight")] or inside
         if not weight:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mindspeed_fx.planning.search.problem import Edge, Node, Parameter, Problem
+from mindspeed_fx.planning.search.stacked_experts import at_rest
 from mindspeed_fx.planning.search.stage_loads import whole_sizes
 from mindspeed_fx.planning.search.strategy_space import SUMMED, Label, P, R
 from mindspeed_fx.sharding.parallelized_graph import argument_name
@@ -155,6 +156,9 @@ class _Emitter:
                 None,
             )
             names = names_of(self.problem, parameter.name, node.run)
+            if parameter.stacked:
+                self._stacked(parameter, node, label, names)
+                continue
             if expert is not None:
                 self.experts += names
                 if L.ep > 1:
@@ -184,6 +188,19 @@ class _Emitter:
                         kept |= {free} & {expert}  # tokens are sent over one mesh dimension
             if placed:
                 self.parameters.update(dict.fromkeys(names, placed))
+
+    def _stacked(self, parameter: Parameter, node: Node, label: Label, names: list[str]) -> None:
+        """Parts of each expert's own parameter at rest, and whole experts before their product."""
+        by_tp = isinstance(label, int)
+        if by_tp and label not in self.problem.experts.values():
+            self.wrong.append(f'parameter "{parameter.name}" would be divided inside each expert of a list')
+        self.experts += names
+        placed = at_rest(parameter, self.layout, by_tp)
+        if placed:
+            self.parameters.update(dict.fromkeys(names, {dim: f"S({d})" for dim, d in placed.items()}))
+        for dim, word in (("ep", "S(0)"), ("tp", "S(0)" if by_tp else "R")):
+            if getattr(self.layout, dim) > 1:
+                self._operator(node, "mindspeed.grouped_matmul", "weight", word, dim)
 
     def _dimension(self, node: Node, i: int, label: int, parameter: Parameter) -> int:
         result = next((d for d, atoms in enumerate(node.uses[i].value.dims) if label in atoms[:1]), None)
@@ -301,9 +318,8 @@ class _Emitter:
 def owner(node: Node) -> str:
     """The module whose parameter the operator uses; "" for none."""
     if node.owner is None:  # asked a million times in a search
-        node.owner = next(
-            (u.value.parameter.name.rpartition(".")[0] for u in node.uses if u.value.parameter is not None), ""
-        )
+        own = [p.name.rpartition(".")[0] for u in node.uses if (p := u.value.parameter) is not None and not p.stacked]
+        node.owner = own[0] if own else ""
     return node.owner
 
 

@@ -38,7 +38,7 @@ _LISTENER: contextvars.ContextVar["ExpectedCollectives | None"] = contextvars.Co
 def sends_inside(kind: str, dim: int, nbytes: int, backward: bool, why: str) -> None:
     """Said by an operator that sends by itself, while a program runs."""
     if (traffic := _LISTENER.get()) is not None and traffic.node is not None:
-        traffic._add(kind, dim, int(nbytes), backward, traffic.node, why)
+        traffic._add(kind, dim, hint(nbytes), backward, traffic.node, why)
 
 
 class ExpectedCollectives:

@@ -246,6 +246,7 @@ GATHERS = (operator.getitem, ops.moe_permute.default, ops.moe_unpermute.default,
 RULES: dict[Any, Callable] = {
     operator.getitem: _getitem,
     aten.dropout.default: _dropout,
+    aten.sym_size.int: lambda called, node, target, args, kwargs: args[0].shape[args[1]],
     aten.embedding.default: products.embedding,
     aten.cat.default: views.cat,
     aten.stack.default: views.cat,

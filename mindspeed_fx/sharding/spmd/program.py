@@ -69,6 +69,7 @@ class Program(torch.nn.Module):
         strided_shards.redistribute_strided_shards_in_order()
         strided_shards.part_strided_shards_of_changing_sizes()
         symbols.multiply_two_at_a_time()
+        symbols.price_sizes_as_traced()
         object.__setattr__(self, "graph", graph)
         self.plan, self.mesh, self.values = plan, mesh, values
         self.place = ""

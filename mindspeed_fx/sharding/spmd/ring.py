@@ -90,7 +90,8 @@ def attention(
 
     Raises:
         ShardingError: queries and keys of different lengths, causal without a mask and a rank's part of odd length,
-            windows that do not divide the ranks, an additive mask that needs a gradient, or a sink for each query.
+            windows that do not divide the ranks, an additive mask that needs a gradient, a sink for each query, or a
+            mask or window where the length is a symbol.
     """
     size = q.shape[2]
     if mask is not None and mask.requires_grad:
@@ -124,6 +125,12 @@ def attention(
         result.announced(q, k, v)
         out = RingAttention.apply(q.to_local(), *local, None, None, result)
     else:
+        if isinstance(size, torch.SymInt):
+            raise ShardingError(
+                "attention with a mask or a window over a divided sequence takes fixed sizes: torch.compile(..., "
+                "dynamic=False) compiles once for each size, so pad batches to a few (as examples/train_hf.py "
+                "--buckets does)"
+            )
         schedule = schedule_for(size, ranks, causal, window, known)
         factor = Exchange(
             q.device_mesh, dim, ranks, size // (ranks * schedule.per_rank), schedule, causal, window, scale, softcap
