@@ -20,6 +20,7 @@ from typing import Any, Callable
 import torch
 
 from tests.megatron.gpt_models import batch, tiny_gpt, train
+from tests.passes.recompute.moved_bytes import MovedBytes
 
 BATCH, SEQ, HIDDEN, WIDTH, HEADS, KV_HEADS = 4, 32, 64, 256, 4, 2
 TOKENS = 4 * BATCH * SEQ
@@ -49,26 +50,6 @@ def bytes_kept(call: Callable, model: torch.nn.Module, inputs: dict[str, Any]) -
     return total
 
 
-class _Moved:
-    """Counts bytes that start on their way to the host."""
-
-    def __init__(self) -> None:
-        from mindspeed_fx.kernels import copies
-
-        self.module, self.start, self.bytes = copies, copies._start, 0
-
-    def __enter__(self) -> _Moved:
-        def start(out: torch.Tensor, x: torch.Tensor, device: torch.device, way: str) -> torch.Tensor:
-            self.bytes += x.nbytes if way == "out" else 0
-            return self.start(out, x, device, way)
-
-        self.module._start = start
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.module._start = self.start
-
-
 def _of_model(layers: int, options: dict[str, Any] | None, config: dict[str, Any]) -> tuple[int, int]:
     """(bytes kept, bytes moved to the host) of a model's forward; eager where there are no options."""
     torch.manual_seed(0)
@@ -79,7 +60,7 @@ def _of_model(layers: int, options: dict[str, Any] | None, config: dict[str, Any
     if options is not None:
         call = torch.compile(model, backend="mindspeed", fullgraph=True, options=options)
         train(model, inputs, call)
-    with _Moved() as moved:
+    with MovedBytes() as moved:
         return bytes_kept(call, model, inputs), moved.bytes
 
 
