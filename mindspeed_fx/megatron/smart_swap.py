@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from dataclasses import dataclass
-from typing import Any, Iterable
+from typing import Any
 
 import torch
 
@@ -55,17 +55,21 @@ def device_bytes() -> int:
     return int(getattr(torch, groups.kind()).get_device_properties(groups.current_device()).total_memory)
 
 
+def gradient_bytes(args: Namespace, part: Part) -> int:
+    """Bytes of the buffers that gradients are added to."""
+    return 4 * part.numel if get(args, "accumulate_allreduce_grads_in_fp32") else part.nbytes
+
+
 def states_bytes(args: Namespace, part: Part) -> float:
-    """Bytes of gradients, main weights and moments that stay on the device between steps."""
+    """Bytes of main weights and moments that stay on the device between steps."""
     itemsize = part.nbytes / max(1, part.numel)
-    gradients = part.numel * (4 if get(args, "accumulate_allreduce_grads_in_fp32") else itemsize)
     shards = part.ranks if get(args, "use_distributed_optimizer") else 1
     main = 0 if itemsize >= 4 else 2 if get(args, "reuse_fp32_param") else 4
     moments = MOMENTS.get(get(args, "optimizer", "adam"), 2) * (2 if get(args, "o2_optimizer") else 4)
     kept = 0.0 if get(args, "swap_optimizer") else 1.0
     if get(args, "optimizer_cpu_offload"):
         kept = 1.0 - get(args, "optimizer_offload_fraction", 1.0)
-    return gradients + kept * (main + moments) * part.numel / shards
+    return kept * (main + moments) * part.numel / shards
 
 
 def most_alive(args: Namespace, rank: int, micro_batches: int) -> int:
@@ -82,19 +86,18 @@ def most_alive(args: Namespace, rank: int, micro_batches: int) -> int:
     return max(1, min(alive, v * micro_batches))
 
 
-def graph_bytes(args: Namespace, own: int, parts: Iterable[Part], alive: int, device: int) -> int:
+def graph_bytes(args: Namespace, own: list[Part], parts: list[Part], alive: int, device: int) -> int:
     """The budget, see the module.
 
     Args:
-        own: bytes of the weights of the chunk.
+        own: weights of the chunk.
         parts: weights of the rank, of all chunks.
 
     Raises:
         OptionError: nothing is left for activations.
     """
-    parts = list(parts)
     weights = sum(part.nbytes for part in parts)
-    states = sum(states_bytes(args, part) for part in parts)
+    states = sum(gradient_bytes(args, part) + states_bytes(args, part) for part in parts)
     left = device - RESERVED - weights - states
     if left <= 0:
         raise OptionError(
@@ -103,21 +106,23 @@ def graph_bytes(args: Namespace, own: int, parts: Iterable[Part], alive: int, de
             "left for activations; divide the model over more ranks, or give --use-distributed-optimizer or "
             "--swap-optimizer"
         )
-    return int(own + left / alive)
+    is_added = get(args, "gradient_accumulation_fusion")
+    handed = sum(part.nbytes + (gradient_bytes(args, part) if is_added else 0) for part in own)
+    return int(handed + left / alive)
 
 
 def with_budgets(args: Namespace, chunks: list[torch.nn.Module], here: list[Namespace]) -> list[Namespace]:
-    """The arguments of each chunk of this rank, with the budget of its graph; collective in nothing."""
+    """The arguments of each chunk of this rank, with the budget of its graph."""
     from megatron.core import parallel_state
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
     alive = most_alive(args, parallel_state.get_pipeline_model_parallel_rank(), get_num_microbatches())
-    parts = [part for chunk in chunks for part in _parts(chunk, parallel_state)]
-    device, results = device_bytes(), []
-    for chunk, one in zip(chunks, here, strict=True):
-        own = sum(p.nbytes for p in chunk.parameters())
-        results.append(Namespace(**{**vars(one), GRAPH_MEMORY: graph_bytes(args, own, parts, alive, device)}))
-    return results
+    owns = [_parts(chunk, parallel_state) for chunk in chunks]
+    parts, device = [part for own in owns for part in own], device_bytes()
+    return [
+        Namespace(**{**vars(one), GRAPH_MEMORY: graph_bytes(args, own, parts, alive, device)})
+        for one, own in zip(here, owns, strict=True)
+    ]
 
 
 def _parts(chunk: torch.nn.Module, parallel_state: Any) -> list[Part]:

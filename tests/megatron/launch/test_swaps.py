@@ -4,6 +4,7 @@ on their way to the host as the closed form says."""
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -14,6 +15,7 @@ HERE = "tests.megatron.launch.test_swaps"
 WHOLE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 LAYER = 32 * 2 * 64 * 4
 """Bytes of a layer's input: a micro-batch of 2 sequences of 32 tokens, hidden size 64, float32."""
+DEVICE = 3 * 2**20
 PASSES = 3 * 4
 """Forwards of a chunk on one rank of data: 3 iterations of 4 micro-batches."""
 
@@ -30,6 +32,33 @@ def count_moves(rank: int) -> None:
         return start(out, x, device, way)
 
     copies._start = counted
+
+
+def small_device(rank: int) -> None:
+    """As :func:`count_moves`, on a device of BYTES beside what ``--smart-swap`` leaves alone; prints budget and plan."""
+    from mindspeed_fx.megatron import smart_swap
+    from mindspeed_fx.passes.recompute import budget
+
+    count_moves(rank)
+    graph_bytes, places = smart_swap.graph_bytes, budget.places
+    smart_swap.device_bytes = lambda: smart_swap.RESERVED + int(os.environ["BYTES"])
+
+    def printed(*args):
+        result = graph_bytes(*args)
+        print(f"event: budget {result}", flush=True)
+        return result
+
+    def planned(step, plan):
+        moves = sum(step.schedule.saved_bytes[v] for v, _, _ in plan.moves)
+        print(f"event: plan {plan.bytes + step.inputs} {moves} {len(plan.moves)} {len(plan.recompute)}", flush=True)
+        return places(step, plan)
+
+    smart_swap.graph_bytes, budget.places = printed, planned
+
+
+def events(run: runner.Run, name: str, rank: int = 0) -> list[list[int]]:
+    lines = [line.split() for line in run.output[rank].splitlines() if line.startswith(f"event: {name} ")]
+    return [[int(word) for word in line[2:]] for line in lines]
 
 
 def moved(run: runner.Run, rank: int = 0) -> list[int]:
@@ -55,3 +84,9 @@ def test_inputs_of_layers_but_of_the_last(recompute):
     assert moved(lean) == [LAYER] * (2 * PASSES)
 
 
+def test_what_a_small_device_has_no_room_for():
+    plain = train("", 1, EAGER)
+    environ = {**COMPILED, "BYTES": str(DEVICE)}
+    lean = train("--smart-swap", 1, environ, setup=f"{HERE}:small_device")
+    print(events(lean, "budget"), events(lean, "plan"), sum(moved(lean)))
+    assert 0
