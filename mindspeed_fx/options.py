@@ -328,7 +328,7 @@ def is_policy(word: Any) -> bool:
 
 def _check_recompute(value: Any, budget: Any, offload: Any) -> None:
     wishes = {"policy": value} if isinstance(value, str) or value is None else value
-    valid = f'valid: {", ".join(POLICIES)}, or a mapping of module globs to {", ".join(WISHES)}'
+    valid = f"valid: {', '.join(POLICIES)}, or a mapping of module globs to {', '.join(WISHES)}"
     if not isinstance(wishes, Mapping):
         raise OptionError(f'option "recompute" is {value!r}; {valid}')
     for glob, wish in wishes.items():

@@ -102,8 +102,8 @@ def graph_bytes(args: Namespace, own: list[Part], parts: list[Part], alive: int,
     if left <= 0:
         raise OptionError(
             f"--smart-swap: the device has {device / GIB:.2f} GiB, of which {RESERVED / GIB:g} are left alone, "
-            f"weights take {weights / GIB:.2f} and gradients and states of the optimizer {states / GIB:.2f}: nothing is "
-            "left for activations; divide the model over more ranks, or give --use-distributed-optimizer or "
+            f"weights take {weights / GIB:.2f} and gradients and states of the optimizer {states / GIB:.2f}: nothing "
+            "is left for activations; divide the model over more ranks, or give --use-distributed-optimizer or "
             "--swap-optimizer"
         )
     is_added = get(args, "gradient_accumulation_fusion")

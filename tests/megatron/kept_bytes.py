@@ -8,6 +8,7 @@ With T tokens, hidden size H, width F, N heads of width D, of which K have keys 
     activation recomputed       T F less: what the second product reads
     norms recomputed            2 T (H + 1) less: two results and their roots of mean squares
     up-projections recomputed   of latent attention, T N (2 D + V) less: queries and keys of width D, values of width V
+    input moved                 T H, recomputed whole or not
     attention moved             T (N D + 2 K D) of the packed projection, T (N D + K D) rotated queries and keys,
                                 T (2 N D + N) of results in the two orders that attention and its projection read, and
                                 the logarithms of its sums
@@ -31,6 +32,7 @@ LATENT_HEAD, LATENT_VALUE = 16, 8
 GRAPH = {"codegen": "eager", "recompute": "none"}
 WHOLE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 UP = dict(recompute_granularity="selective", recompute_modules=["mla_up_proj"])
+ENTERING = {"codegen": "eager", "memory_budget": 1.0, "offload": True, "recompute": {"layers.*": "offload_input"}}
 MOVED = {"memory_budget": 1.0, "offload": True, "recompute": {"layers.*.self_attention": "offload"}}
 
 
@@ -94,6 +96,8 @@ ROWS: dict[str, tuple[Callable[[], int], int]] = {
         lambda: saved({}, latent=True, **UP),
         TOKENS * HEADS * (2 * LATENT_HEAD + LATENT_VALUE),
     ),
+    "input moved": (lambda: of_layer(ENTERING)[1], TOKENS * HIDDEN),
+    "input moved, recomputed": (lambda: of_layer(ENTERING, **WHOLE)[1], TOKENS * HIDDEN),
     "attention moved": (
         lambda: of_layer({"codegen": "eager", **MOVED})[1],
         TOKENS * (5 * HEADS * HEAD - HEADS * HEAD + 3 * KV_HEADS * HEAD + HEADS),

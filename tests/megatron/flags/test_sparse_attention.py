@@ -199,7 +199,12 @@ def test_operators_are_the_mask(words, way):
     model.load_state_dict(plain.state_dict())
     call, logged, results = None, [], []
     if way == "graph":
-        call = torch.compile(model, backend="mindspeed", options={"codegen": "eager", "disable": ["fusion.*cross_entropy"]}, fullgraph=True)
+        call = torch.compile(
+            model,
+            backend="mindspeed",
+            options={"codegen": "eager", "disable": ["fusion.*cross_entropy"]},
+            fullgraph=True,
+        )
     for which, run in ((plain, None), (model, call)):
         DSAIndexerLossLoggingHelper.tracker["values"].zero_()
         results.append(train(which, batch(), run))

@@ -38,7 +38,7 @@ def count_moves(rank: int) -> None:
 
 
 def small_device(rank: int) -> None:
-    """As :func:`count_moves`, on a device of BYTES beside what ``--smart-swap`` leaves alone; prints budget and plan."""
+    """As :func:`count_moves`, on a device of BYTES beside what ``--smart-swap`` leaves alone; prints budget, plan."""
     from mindspeed_fx.megatron import smart_swap
     from mindspeed_fx.passes.recompute import budget
 

@@ -22,5 +22,7 @@ GLOO = {"disable_gloo_group": True, "enable_gloo_process_groups": False}
 )
 def test_a_check_sees_what_it_takes(values, name, seen):
     args, there = Namespace(**values), []
-    assert habits.check_hidden(lambda args, more: there.append(getattr(args, name)) or more, args, "checked") == "checked"
+    assert (
+        habits.check_hidden(lambda args, more: there.append(getattr(args, name)) or more, args, "checked") == "checked"
+    )
     assert there == [seen] and vars(args) == values
