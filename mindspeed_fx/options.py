@@ -66,9 +66,9 @@ class Options:
     recompute: str | Mapping[str, str] | None = None
     """Who decides what the backward recomputes: "none", "selective", "full", "block:N", "activation_function", "norm",
     several of the single operators' joined ("norm+activation_function") or "auto" (the planner; the default, but for a
-    model whose plan names one). Or a mapping of module globs to "recompute", "save" or, with ``offload``, "offload", as
-    in {"layers.*.mlp.act": "recompute"}, where the key "policy" may name who decides the rest; of several globs that
-    match the last one counts. See docs/memory.md."""
+    model whose plan names one). Or a mapping of module globs to "recompute", "save" or, with ``offload``, "offload" and
+    "offload_input" (what enters the module), as in {"layers.*.mlp.act": "recompute"}, where the key "policy" may name
+    who decides the rest; of several globs that match the last one counts. See docs/memory.md."""
 
     offload: bool = False
     """With a ``memory_budget``: saved activations may also wait in host memory, copied while the device computes,
@@ -306,7 +306,7 @@ def _check_offload(options: Options) -> None:
         raise OptionError('option "host_bandwidth" is 0; valid: bytes per second, above 0')
 
 
-WISHES = ("recompute", "save", "offload")
+WISHES = ("recompute", "save", "offload", "offload_input")
 
 
 POLICIES = ("none", "selective", "full", "block:N", "activation_function", "norm", "auto")
@@ -328,7 +328,7 @@ def is_policy(word: Any) -> bool:
 
 def _check_recompute(value: Any, budget: Any, offload: Any) -> None:
     wishes = {"policy": value} if isinstance(value, str) or value is None else value
-    valid = f'valid: {", ".join(POLICIES)}, or a mapping of module globs to "recompute", "save" or "offload"'
+    valid = f"valid: {', '.join(POLICIES)}, or a mapping of module globs to {', '.join(WISHES)}"
     if not isinstance(wishes, Mapping):
         raise OptionError(f'option "recompute" is {value!r}; {valid}')
     for glob, wish in wishes.items():
@@ -345,12 +345,12 @@ def _check_recompute(value: Any, budget: Any, offload: Any) -> None:
                 )
         elif wish not in WISHES:
             raise OptionError(
-                f'option "recompute" maps "{glob}" to {wish!r}{nearest(str(wish), WISHES)}; valid: "recompute", '
-                '"save", "offload"'
+                f'option "recompute" maps "{glob}" to {wish!r}{nearest(str(wish), WISHES)}; valid: '
+                + ", ".join(f'"{word}"' for word in WISHES)
             )
-        elif wish == "offload" and offload is not True:
+        elif wish in ("offload", "offload_input") and offload is not True:
             raise OptionError(
-                f'option "recompute" maps "{glob}" to "offload", but option "offload" is {offload!r}, so that nothing '
+                f'option "recompute" maps "{glob}" to "{wish}", but option "offload" is {offload!r}, so that nothing '
                 'goes to host memory; valid with it: "offload": True and a "memory_budget" (1.0 makes nothing else fit)'
             )
 

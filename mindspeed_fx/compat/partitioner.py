@@ -70,6 +70,13 @@ def is_input(node: fx.Node) -> bool:
     return node.op == "placeholder" and "tangents" not in str(node.target)
 
 
+def inputs_with_gradient(graph: fx.Graph) -> set[fx.Node]:
+    """The inputs whose gradients a joint graph returns: its last outputs are those of its inputs, one each."""
+    inputs = [n for n in graph.nodes if is_input(n)]
+    outputs = next(n for n in reversed(graph.nodes) if n.op == "output").args[0]
+    return {n for n, gradient in zip(inputs, outputs[len(outputs) - len(inputs) :]) if isinstance(gradient, fx.Node)}
+
+
 def backward_nodes(info: Any) -> set[fx.Node]:
     """The nodes that can only run in the backward, because they depend on its inputs."""
     return set(info.tangents_closure)

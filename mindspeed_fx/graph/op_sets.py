@@ -165,6 +165,13 @@ def name(target: Any) -> str:
     return str(getattr(target, "__name__", target))
 
 
+def is_residual_sum(node: fx.Node) -> bool:
+    """Whether ``node`` is the sum of a fused sum and norm, which goes on as the residual stream."""
+    if node.op != "call_function" or node.args[1:2] != (1,) or not isinstance(node.args[0], fx.Node):
+        return False
+    return name(node.args[0].target) in ("add_rms_norm", "add_layer_norm")
+
+
 def names(targets: Iterable[Any]) -> frozenset[str]:
     """The names of a table of operators, for those who ask by name."""
     return frozenset(map(name, targets))

@@ -8,6 +8,7 @@ With T tokens, hidden size H, width F, N heads of width D, of which K have keys 
     activation recomputed       T F less: what the second product reads
     norms recomputed            2 T (H + 1) less: two results and their roots of mean squares
     up-projections recomputed   of latent attention, T N (2 D + V) less: queries and keys of width D, values of width V
+    input moved                 T H, recomputed whole or not
     attention moved             T (N D + 2 K D) of the packed projection, T (N D + K D) rotated queries and keys,
                                 T (2 N D + N) of results in the two orders that attention and its projection read, and
                                 the logarithms of its sums
@@ -20,6 +21,7 @@ from typing import Any, Callable
 import torch
 
 from tests.megatron.gpt_models import batch, tiny_gpt, train
+from tests.passes.recompute.moved_bytes import MovedBytes
 
 BATCH, SEQ, HIDDEN, WIDTH, HEADS, KV_HEADS = 4, 32, 64, 256, 4, 2
 TOKENS = 4 * BATCH * SEQ
@@ -30,6 +32,7 @@ LATENT_HEAD, LATENT_VALUE = 16, 8
 GRAPH = {"codegen": "eager", "recompute": "none"}
 WHOLE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 UP = dict(recompute_granularity="selective", recompute_modules=["mla_up_proj"])
+ENTERING = {"codegen": "eager", "memory_budget": 1.0, "offload": True, "recompute": {"layers.*": "offload_input"}}
 MOVED = {"memory_budget": 1.0, "offload": True, "recompute": {"layers.*.self_attention": "offload"}}
 
 
@@ -49,26 +52,6 @@ def bytes_kept(call: Callable, model: torch.nn.Module, inputs: dict[str, Any]) -
     return total
 
 
-class _Moved:
-    """Counts bytes that start on their way to the host."""
-
-    def __init__(self) -> None:
-        from mindspeed_fx.kernels import copies
-
-        self.module, self.start, self.bytes = copies, copies._start, 0
-
-    def __enter__(self) -> _Moved:
-        def start(out: torch.Tensor, x: torch.Tensor, device: torch.device, way: str) -> torch.Tensor:
-            self.bytes += x.nbytes if way == "out" else 0
-            return self.start(out, x, device, way)
-
-        self.module._start = start
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.module._start = self.start
-
-
 def _of_model(layers: int, options: dict[str, Any] | None, config: dict[str, Any]) -> tuple[int, int]:
     """(bytes kept, bytes moved to the host) of a model's forward; eager where there are no options."""
     torch.manual_seed(0)
@@ -79,7 +62,7 @@ def _of_model(layers: int, options: dict[str, Any] | None, config: dict[str, Any
     if options is not None:
         call = torch.compile(model, backend="mindspeed", fullgraph=True, options=options)
         train(model, inputs, call)
-    with _Moved() as moved:
+    with MovedBytes() as moved:
         return bytes_kept(call, model, inputs), moved.bytes
 
 
@@ -113,6 +96,8 @@ ROWS: dict[str, tuple[Callable[[], int], int]] = {
         lambda: saved({}, latent=True, **UP),
         TOKENS * HEADS * (2 * LATENT_HEAD + LATENT_VALUE),
     ),
+    "input moved": (lambda: of_layer(ENTERING)[1], TOKENS * HIDDEN),
+    "input moved, recomputed": (lambda: of_layer(ENTERING, **WHOLE)[1], TOKENS * HIDDEN),
     "attention moved": (
         lambda: of_layer({"codegen": "eager", **MOVED})[1],
         TOKENS * (5 * HEADS * HEAD - HEADS * HEAD + 3 * KV_HEADS * HEAD + HEADS),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from mindspeed_fx.megatron.flags import main_weights, recomputed
+from mindspeed_fx.megatron.flags import main_weights, swapped
 from mindspeed_fx.megatron.flags.flag import (
     COMPILER,
     MEGATRON,
@@ -47,43 +47,6 @@ def _per_rank(args: Namespace) -> str:
     if get(args, "recompute_granularity") == "full" and get(args, "recompute_method") != "block":
         raise NotDone("with virtual stages it counts layers one by one; give --recompute-method block")
     return "layer i of virtual stage s is number i v + s of v virtual stages"
-
-
-SWAP_MODULES = ("self_attention", "input_layernorm", "pre_mlp_layernorm", "mlp")
-"""Parts of a layer, as Megatron-core calls them."""
-
-
-def _swap_modules(args: Namespace) -> list[str]:
-    return [name for name in SWAP_MODULES if name in (get(args, "swap_modules") or "self_attention")]
-
-
-def _swap_attention(args: Namespace) -> str:
-    if not _swap_modules(args):
-        raise NotDone(f"--swap-modules names no part of a layer; valid: {', '.join(SWAP_MODULES)}")
-    whole = get(args, "recompute_granularity") == "full"
-    note = "; a layer that is recomputed whole keeps none of it" if whole else ""
-    return f"what the backward reads of {', '.join(_swap_modules(args))} waits in host memory{note}"
-
-
-def _swap_core(args: Namespace) -> str:
-    if not get(args, "multi_latent_attention"):
-        raise NotDone("it is about latent attention; give --multi-latent-attention")
-    if get(args, "recompute_granularity") == "full":
-        return "no effect: a layer that is recomputed whole keeps none of it"
-    return "what the backward reads of self_attention.core_attention waits in host memory"
-
-
-def _recompute_options(args: Namespace) -> dict[str, Any]:
-    """What --recompute-activation-function, --recompute-norm and the flags that swap ask for together."""
-    wishes = recomputed.wishes(args)
-    names = _swap_modules(args) if get(args, "swap_attention") else []
-    names += ["self_attention.core_attention"] if get(args, "mla_swap_core_attn_out") else []
-    if names:
-        globs = {f"layers.*.{name}": "offload" for name in names}
-        return {"memory_budget": 1.0, "offload": True, "recompute": {**wishes, **globs}}
-    if not wishes:
-        return {}
-    return {"recompute": wishes["policy"] if len(wishes) == 1 else wishes}
 
 
 def _zero_memory(args: Namespace) -> str:
@@ -137,7 +100,7 @@ FLAGS = [
         "the activation of the MLP is made again in the backward",
         'option `recompute`: "activation_function"',
         act=lambda args: "recompute = activation_function",
-        options=_recompute_options,
+        options=swapped.options,
     ),
     number(
         "--recompute-activation-function-num-layers",
@@ -153,7 +116,7 @@ FLAGS = [
         "norms are made again in the backward",
         'option `recompute`: "norm"',
         act=lambda args: "recompute = norm",
-        options=_recompute_options,
+        options=swapped.options,
     ),
     number(
         "--recompute-norm-num-layers",
@@ -176,8 +139,8 @@ FLAGS = [
         OPTION,
         "what attention saves waits in host memory until its backward",
         "options `offload`, `memory_budget` and `recompute` by module",
-        act=_swap_attention,
-        options=_recompute_options,
+        act=swapped.swap_attention,
+        options=swapped.options,
         skip=True,
     ),
     word(
@@ -196,15 +159,33 @@ FLAGS = [
         act=_recompute_modules,
         llm=True,
     ),
-    switch("--smart-swap", REFUSED, "tensors swapped by an allocator that watches memory", HOST, skip=True),
-    switch("--swap-layer-input", REFUSED, "inputs of layers wait in host memory", HOST, skip=True),
+    switch(
+        "--smart-swap",
+        OPTION,
+        "what the device has no room for waits in host memory, by an allocator that watches it",
+        "options `memory_budget` and `offload`: what the device has, less 2 GiB, weights, gradients and states of the "
+        "optimizer, shared by the micro-batches in flight; or `memory_budget` of `MINDSPEED_FX_OPTIONS`, as "
+        "MindSpeed's `target_memory`",
+        act=swapped.smart_swap,
+        options=swapped.options,
+        skip=True,
+    ),
+    switch(
+        "--swap-layer-input",
+        OPTION,
+        "inputs of layers wait in host memory",
+        'option `recompute`: "offload_input" of every layer but the last of a rank, recomputed or not',
+        act=swapped.swap_input,
+        options=swapped.options,
+        skip=True,
+    ),
     switch(
         "--mla-swap-core-attn-out",
         OPTION,
         "outputs of latent attention wait in host memory",
         "option `recompute`: what the backward reads of core_attention is offloaded",
-        act=_swap_core,
-        options=_recompute_options,
+        act=swapped.swap_core,
+        options=swapped.options,
         skip=True,
         llm=True,
     ),

@@ -14,6 +14,8 @@ from mindspeed_fx.megatron.flags.flag import get
 
 STAGE = "mindspeed_vp_stage"
 """The argument that says of which virtual stage options are asked for; 0 without it."""
+LAYERS = "mindspeed_chunk_layers"
+"""The argument that says how many layers the chunk has; without it as many as the largest."""
 PARTS = {
     "activation_function": ("recompute_activation_function", ["layers.{}.mlp"]),
     "norm": ("recompute_norm", ["layers.{}.*norm", "layers.{}.self_attention.*norm"]),
@@ -21,14 +23,32 @@ PARTS = {
 """Policy -> its flag, and the modules of a layer that it is about."""
 
 
-def with_stage(args: Namespace, stage: int) -> Namespace:
+def with_stage(args: Namespace, stage: int, **more: Any) -> Namespace:
     """The arguments, for the chunk of a virtual stage."""
-    return Namespace(**{**vars(args), STAGE: stage})
+    return Namespace(**{**vars(args), STAGE: stage, **more})
+
+
+def of_chunk(args: Namespace, model: Any) -> Namespace:
+    """The arguments, for the chunk that a GPTModel is."""
+    decoder = getattr(model, "decoder", None)
+    layers = {LAYERS: len(decoder.layers)} if hasattr(decoder, "layers") else {}
+    return with_stage(args, stage_of(model), **layers)
 
 
 def stage_of(model: Any) -> int:
     """The virtual stage of a GPTModel."""
     return getattr(model, "vp_stage", None) or 0
+
+
+def stage(args: Namespace) -> int:
+    """The virtual stage that the arguments are for."""
+    return getattr(args, STAGE, 0)
+
+
+def layers_of_chunk(args: Namespace) -> int:
+    """Layers of the chunk that the arguments are for."""
+    layers = getattr(args, LAYERS, None)
+    return most_layers(args) if layers is None else layers
 
 
 def is_recomputed(config: Any, index: int) -> bool:
@@ -43,7 +63,7 @@ def count_in_chunk(args: Namespace, count: int) -> int:
     if not get(args, "enable_recompute_layers_per_pp_rank"):
         return count
     stages = get(args, "virtual_pipeline_model_parallel_size") or 1  # Megatron sets it when it checks its arguments
-    return max(0, -(-(count - getattr(args, STAGE, 0)) // stages))
+    return max(0, -(-(count - stage(args)) // stages))
 
 
 def whole_layers(args: Namespace) -> int:
@@ -59,7 +79,7 @@ def wishes(args: Namespace) -> dict[str, Any]:
     if not parts:
         return {}
     result = {"policy": "+".join(parts)}
-    layers = _most_layers(args)
+    layers = most_layers(args)
     before = (get(args, "recompute_num_layers") or 0) if get(args, "recompute_granularity") == "full" else 0
     for policy, globs in parts.items():
         count = get(args, f"{PARTS[policy][0]}_num_layers")
@@ -68,7 +88,7 @@ def wishes(args: Namespace) -> dict[str, Any]:
     return result
 
 
-def _most_layers(args: Namespace) -> int:
+def most_layers(args: Namespace) -> int:
     """No chunk has more."""
     layers, ranks = get(args, "num_layers") or 0, get(args, "pipeline_model_parallel_size", 1)
     if get(args, "pipeline_model_parallel_layout") is not None:

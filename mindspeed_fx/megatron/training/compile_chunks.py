@@ -18,12 +18,13 @@ from mindspeed_fx.megatron import (
     nanopipe,
     patches,
     ripipe,
+    smart_swap,
     torch_fsdp2,
     vision,
 )
 from mindspeed_fx.megatron.dualpipev import placement
 from mindspeed_fx.megatron.dualpipev import schedule as dualpipev
-from mindspeed_fx.megatron.flags import recomputed
+from mindspeed_fx.megatron.flags import recomputed, swapped
 from mindspeed_fx.megatron.run_arguments import loop_arguments
 
 SWITCH = "MINDSPEED_FX_COMPILE"
@@ -45,9 +46,11 @@ def get_model(*args: Any, **kwargs: Any) -> Any:
             raise ValueError(f"{SWITCH}=0: --use-nanopipe splits compiled backwards; expected 1")
         nanopipe.prepare(model, getattr(arguments, "use_nanopipe_swap", False))
     if wants_compile():
-        for chunk in model:
-            here = recomputed.with_stage(arguments, recomputed.stage_of(unwrap(chunk)))
-            compile_chunk(chunk, flags.backend_options(here))
+        here = [recomputed.of_chunk(arguments, unwrap(chunk)) for chunk in model]
+        if getattr(arguments, "smart_swap", False) and not swapped.has_budget():
+            here = smart_swap.with_budgets(arguments, model, here)
+        for chunk, its_arguments in zip(model, here, strict=True):
+            compile_chunk(chunk, flags.backend_options(its_arguments))
     if getattr(arguments, "recompute_in_advance", False):
         ripipe.prepare(model, ripipe.ALWAYS, _is_whole, unwrap)
     elif getattr(arguments, "recompute_in_bubble", False):

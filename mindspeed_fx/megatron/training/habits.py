@@ -103,17 +103,32 @@ def _after_settling(name: str) -> Callable:
     def validate(args: Namespace, *rest: Any, **kwargs: Any) -> Any:
         _settle_and_print(args)
         has_variable_lengths = getattr(args, "variable_seq_lengths", False)
-        has_layerzero = getattr(args, "mindspeed_layerzero", None) is not None
-        if has_layerzero:  # Megatron refuses FSDP2 beside pipeline stages, of which its wrapper knows nothing
-            args.use_torch_fsdp2 = False
-        validated = assertions.with_words(patches.original(name), args, *rest, **kwargs)
+        validated = check_hidden(patches.original(name), args, *rest, **kwargs)
         if has_variable_lengths:  # Megatron has no flag for it, and sets it to False here
             args.variable_seq_lengths = True
-        if has_layerzero:
-            args.use_torch_fsdp2 = True
         return validated
 
     return validate
+
+
+def check_hidden(check: Callable, args: Namespace, *rest: Any, **kwargs: Any) -> Any:
+    """``check(args, ...)``, a check of Megatron's, which sees nothing of what it refuses and is done here."""
+    hidden = _hidden(args)
+    real = {name: getattr(args, name) for name in hidden}
+    vars(args).update(hidden)
+    validated = assertions.with_words(check, args, *rest, **kwargs)
+    vars(args).update(real)
+    return validated
+
+
+def _hidden(args: Namespace) -> dict[str, bool]:
+    """Arguments that Megatron refuses beside others -> what it takes."""
+    result = {}
+    if getattr(args, "mindspeed_layerzero", None) is not None:  # FSDP2's wrapper knows nothing of pipeline stages
+        result["use_torch_fsdp2"] = False
+    if getattr(args, "disable_gloo_group", False) and getattr(args, "ckpt_format", None) == "torch":
+        result["enable_gloo_process_groups"] = True  # states that Megatron gathers by gloo alone (sliced_states)
+    return result
 
 
 def core_config_from_args(args: Namespace, dataclass: Any) -> dict[str, Any]:

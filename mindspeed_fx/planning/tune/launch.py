@@ -66,6 +66,8 @@ NOT_MODELLED = (
     "--compress-ratios",
     "--linear-num-key-heads",
     "--swap-attention",
+    "--swap-layer-input",
+    "--smart-swap",
     "--moe-zero-memory",
     "--recompute-norm",
     "--recompute-mla-up-proj",

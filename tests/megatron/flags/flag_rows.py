@@ -43,7 +43,7 @@ REFUSED = {
     --layerwise-disaggregated-training
     """,
     "memory_budget": """
-    --automated-pipeline --smart-swap --swap-layer-input --mla-zero-memory
+    --automated-pipeline --mla-zero-memory
     --adaptive-memory-optimization --adaptive-recompute-device-size=1
     --moe-unperm2-mem-optim-swap --compress-activation=some --compress-dense=level0
     """,

@@ -258,6 +258,41 @@ MEMORY = {
             ),
         ),
     ],
+    "--swap-layer-input": [
+        (
+            "--swap-layer-input",
+            dict(
+                options={
+                    "memory_budget": 1.0,
+                    "offload": True,
+                    "recompute": {f"decoder.layers.{n}": "offload_input" for n in range(3)},
+                }
+            ),
+        ),
+        ("--swap-layer-input --pipeline-model-parallel-size 4", dict(says="no effect: a rank has one layer")),
+        ("--swap-layer-input --pipeline-model-parallel-size 2", dict(says="what a stage received stays")),
+        (
+            "--swap-layer-input --swap-attention",
+            dict(
+                options={
+                    "memory_budget": 1.0,
+                    "offload": True,
+                    "recompute": {
+                        "layers.*.self_attention": "offload",
+                        **{f"decoder.layers.{n}": "offload_input" for n in range(3)},
+                    },
+                }
+            ),
+        ),
+    ],
+    "--smart-swap": [
+        ("--smart-swap", dict(says="less 2 GiB", options={"memory_budget": 1.0, "offload": True})),
+        (
+            "--smart-swap --recompute-norm",
+            dict(options={"memory_budget": 1.0, "offload": True, "recompute": {"policy": "norm"}}),
+        ),
+        ("--smart-swap --use-torch-fsdp2", dict(error="beside --use-torch-fsdp2, whose gathered weights")),
+    ],
     "--swap-modules": [
         (
             "--swap-attention --swap-modules mlp",

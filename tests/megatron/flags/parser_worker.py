@@ -87,7 +87,7 @@ def check_configurations(arguments) -> None:
         habits.settle(args)
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8" if args.use_torch_fsdp2 else "1"
         with contextlib.redirect_stdout(io.StringIO()):
-            arguments.validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
+            habits.check_hidden(arguments.validate_args, args, {"tokenizer_type": "GPT2BPETokenizer"})
         layers[name] = arguments.core_transformer_config_from_args(args).num_layers
     args, _ = parse(arguments, *GELU)
     habits.settle(args)

@@ -152,7 +152,12 @@ def test_collectives_of_buckets_start_inside_the_compiled_graphs():
     assert names.count("wait") >= buckets - 1  # the others were under way
 
 
-@pytest.mark.parametrize("form", ["torch_dist", pytest.param("torch", marks=pytest.mark.slow)])
+SLICED = "torch --disable-gloo-group --hccl-slice-size 1000"
+
+
+@pytest.mark.parametrize(
+    "form", ["torch_dist", *(pytest.param(form, marks=pytest.mark.slow) for form in ("torch", SLICED))]
+)
 def test_a_run_resumes_bitwise_from_a_checkpoint(tmp_path, form):
     flags = f"""--bf16 --use-distributed-optimizer --ckpt-format {form} --lr-decay-iters 4 --train-iters 4
         --global-batch-size 4"""

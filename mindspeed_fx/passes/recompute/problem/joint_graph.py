@@ -16,10 +16,11 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
-from mindspeed_fx.compat import fake, partitioner
+from mindspeed_fx.compat import auto_functionalized, fake, partitioner
 from mindspeed_fx.compat.memory_meter import workspace
 from mindspeed_fx.cost.device import Hardware
 from mindspeed_fx.cost.graph import Estimate, estimate
+from mindspeed_fx.graph import op_sets
 from mindspeed_fx.graph.storage import aliased_input, is_view, read_from_memory, storage_bytes, total_bytes
 from mindspeed_fx.kernels import REGISTRY
 from mindspeed_fx.partition.offload import dense
@@ -27,6 +28,7 @@ from mindspeed_fx.passes.lowering import onednn
 from mindspeed_fx.passes.recompute.problem.dataflow import Dataflow
 from mindspeed_fx.passes.recompute.problem.pointwise_costs import prices
 from mindspeed_fx.passes.recompute.problem.remat_problem import RematProblem
+from mindspeed_fx.training import gradient_ready
 
 
 class JointGraph:
@@ -56,7 +58,7 @@ class JointGraph:
         output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
         owners: dict[fx.Node, fx.Node] = {}
         for n in self.nodes:
-            source = aliased_input(n)
+            source = aliased_input(n) or _written_buffer(n)
             owners[n] = n if source is None else owners[source]
         full = [
             _size(n) if owners[n] is n and n.op == "call_function" or n.op == "placeholder" and n in closure else 0
@@ -141,6 +143,19 @@ class JointGraph:
             and node.op == "call_function"
             and isinstance(value, (torch.Tensor, torch.SymInt, int, torch.SymBool, bool))
         )
+
+
+def _written_buffer(node: fx.Node) -> fx.Node | None:
+    """The buffer that ``node`` is what becomes of: ``lowering.main_grad``, or Inductor, writes it where it lies."""
+    if node.target in op_sets.OVERWRITES:
+        return node.args[0]
+    if node.target is not operator.getitem or node.args[1] == 0:
+        return None
+    call = node.args[0]
+    if str(auto_functionalized.mutable_operator(call)) not in gradient_ready.ARGUMENTS:
+        return None
+    bases = auto_functionalized.bases_of(call)
+    return bases[node.args[1] - 1] if bases else None
 
 
 def _size(node: fx.Node) -> int:

@@ -26,12 +26,13 @@ import torch.fx as fx
 
 from mindspeed_fx.compat import partitioner
 from mindspeed_fx.errors import OptionError, nearest
-from mindspeed_fx.graph.op_sets import IDENTITIES, is_cast
+from mindspeed_fx.graph.op_sets import IDENTITIES, is_cast, is_residual_sum
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.graph.storage import is_view
 from mindspeed_fx.kernels.base import TAGGED
 from mindspeed_fx.passes.base import PassReport, skip
 from mindspeed_fx.passes.recompute.problem.dataflow import Dataflow, Operation, Value
+from mindspeed_fx.passes.recompute.problem.module_inputs import entering
 
 ATEN_ACTIVATIONS = frozenset(
     "silu gelu relu leaky_relu sigmoid tanh elu celu selu mish hardswish hardsigmoid softplus log_sigmoid glu erf "
@@ -76,8 +77,11 @@ def fix_by_policy(tape: Dataflow, asked: Any, strict: bool, report: PassReport) 
             result.why[v] = f"policy {policy}"
     paths = {v: module_path(v.made_by.node) for v in tape.values}
     for glob, wish in wishes.items():
-        matches = matcher(glob)
-        values = [v for v, path in paths.items() if matches(path) and not v.returned]
+        if wish == "offload_input":
+            values = _inputs_of(tape, glob, report)
+        else:
+            matches = matcher(glob)
+            values = [v for v, path in paths.items() if matches(path) and not v.returned]
         _note(
             report,
             f'"{glob}"',
@@ -90,9 +94,9 @@ def fix_by_policy(tape: Dataflow, asked: Any, strict: bool, report: PassReport) 
         for v in values:
             (result.recompute if wish == "recompute" else result.save).add(v)
             (result.save if wish == "recompute" else result.recompute).discard(v)
-            (result.away.add if wish == "offload" else result.away.discard)(v)
+            (result.away.add if wish.startswith("offload") else result.away.discard)(v)
             result.why[v] = f"{glob}: {wish}"
-    refused = Counter()
+    refused = _keep_siblings(result)
     for values, find_reason, fate in (
         (result.recompute, _recompute_refusal, "are kept"),
         (result.save, _save_refusal, "are recomputed"),
@@ -107,16 +111,54 @@ def fix_by_policy(tape: Dataflow, asked: Any, strict: bool, report: PassReport) 
     return result
 
 
+def _keep_siblings(fixed: Fixed) -> Counter:
+    """Keeps what one call makes together with something that is moved: running it again would make both.
+
+    Returns:
+        (reason, fate, who asked for the opposite) -> how many values.
+    """
+    refused: Counter = Counter()
+    for v in [v for moved in fixed.away for v in moved.made_by.outputs if v in fixed.recompute]:
+        fixed.recompute.discard(v)
+        fixed.save.add(v)
+        refused[("the call that makes them makes what is moved, too", "are kept", fixed.why.pop(v))] += 1
+    return refused
+
+
+def _inputs_of(tape: Dataflow, glob: str, report: PassReport) -> list[Value]:
+    """The values to move for a glob whose wish is "offload_input"."""
+    entered = entering(tape, module_of(glob))
+    for path in entered.without:
+        node = next(o.node for o in tape.operations if module_of(glob)(module_path(o.node)) == path)
+        reason = "what enters it is an input of the graph, and whoever calls the graph holds it"
+        report.skipped.append(skip("", node, f"{glob}: offload_input: {path}: {reason}"))
+    for v in entered.values:
+        if v.returned:
+            report.skipped.append(skip("", v.node, f"{glob}: offload_input: stays: the caller gets it too"))
+    return [v for v in entered.values if not v.returned]
+
+
 def matcher(glob: str) -> Callable[[str], bool]:
     """Says whether a module path is, or lies within, a module that ``glob`` names; * is any part of a path between
     dots, ** any number of them. The glob may start at any module: "mlp.act" is found in "model.layers.0.mlp.act"."""
+    find = module_of(glob)
+    return lambda path: find(path) is not None
+
+
+def module_of(glob: str) -> Callable[[str], str | None]:
+    """Path -> the part of it that a glob names, see :func:`matcher`; None: none of it."""
     words = {"**": ".*", "*": "[^.]*", "?": "[^.]"}
     pattern = re.compile(
         r"(?:^|\.)"
         + "".join(words.get(part, re.escape(part)) for part in re.findall(r"\*\*|\*|\?|[^*?]+", glob))
         + r"(?:\.|$)"
     )
-    return lambda path: pattern.search(path) is not None
+
+    def find(path: str) -> str | None:
+        match = pattern.search(path)
+        return None if match is None else path[: match.end()].removesuffix(".")
+
+    return find
 
 
 def _note(
@@ -252,9 +294,7 @@ def _norms(tape: Dataflow) -> list[Value]:
         kind = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
         normalizes = node.target in TAGGED["norm"] or name in ATEN_NORMS
         if normalizes or "norm" in kind.rpartition(".")[2].lower():
-            if not (
-                name in ("add_rms_norm", "add_layer_norm") and v.node.args[1:2] == (1,)
-            ):  # the sum goes on as the residual stream
+            if not is_residual_sum(v.node):
                 results.append(v)
     return results
 
