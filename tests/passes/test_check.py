@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from mindspeed_fx.passes.check import _real
+from mindspeed_fx.passes.base import Pass
+from mindspeed_fx.passes.check import _real, check_pass
 from tests.models import Llama, tokens
 
 
@@ -31,3 +32,13 @@ def test_real_values_lie_as_the_fake_ones(value):
     assert made.shape == value.shape and made.isfinite().all() and made.std() > 0
     if value.is_contiguous() or value.transpose(0, -1).is_contiguous():
         assert made.stride() == value.stride() and made.clone().stride() == value.stride()
+
+
+def test_a_graph_whose_weights_are_its_own_has_no_inputs_to_differentiate():
+    graph = torch.fx.Graph()
+    ids = graph.placeholder("ids")
+    ids.meta["val"] = torch.zeros(4, dtype=torch.int64)
+    graph.output((graph.call_function(torch.ops.aten.embedding.default, (graph.get_attr("weight"), ids)),))
+    gm = torch.fx.GraphModule({"weight": torch.nn.Parameter(torch.randn(2, 3))}, graph)
+    nothing = Pass("nothing", "joint", 1, True, (), (), lambda gm, context: None)
+    assert check_pass(nothing, gm, gm, differentiable=True) == "1 results, worst relative error 0"

@@ -5,6 +5,7 @@ each stage.
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -210,6 +211,11 @@ def test_layers_of_another_kind_are_counted():
     assert sum(sizes) == sum(n for _, n in layers_of(model, 2)) == 6
     parts = stages(model, 2, (x,), layers=sizes, options=virtual_ranks.EAGER)
     assert torch.allclose(parts[1](parts[0](x)), model(x))
+
+
+def test_layers_that_a_dictionary_numbers_are_a_list():
+    numbered = nn.ModuleDict({str(i): nn.Linear(2, 2) for i in range(3)})
+    assert layers_of(nn.Sequential(OrderedDict(blocks=numbered, last=nn.ReLU())), 2) == (("blocks", 3),)
 
 
 def test_wrong_words_for_layers():

@@ -4,6 +4,7 @@ not.
 
 import collections
 import operator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -159,6 +160,12 @@ def test_no_order_is_searched_where_a_bound_says_that_none_is_shorter(eight, mon
     assert (len(searched) > 1) == (sizes is LARGE)
     # The plain graph is scheduled once more at the end, and may be as short as its own bound.
     assert all(bound < searched[0].seconds * (1 + 1e-9) for bound in bounds[1:])
+
+
+def test_of_regions_that_are_alike_the_most_exposed_is_tried_first():
+    exposed = {"a": 1.0, "b": 3.0, "c": 2.0, "alone": 9.0, "hidden": 0.0}
+    trials = SimpleNamespace(within=None, _exposed=exposed.get, plain=SimpleNamespace(seconds=1.0))
+    assert chunk_search.Trials._single(trials, [["a", "b", "hidden", "c"], ["alone"]]) == [["b"], ["c"], ["a"]]
 
 
 def test_the_busiest_link_of_a_way_is_known_before_its_graph_is_made(eight, monkeypatch):
