@@ -1,4 +1,4 @@
-"""Gated units and norms of 16-bit tensors: computed in float32, rounded once; gradients in the types of what they are of."""
+"""Gated units and norms of 16-bit tensors: computed in float32, rounded once; gradients of the types of inputs."""
 
 import pytest
 import torch
