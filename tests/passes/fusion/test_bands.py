@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mindspeed_fx.passes.fusion.analysis.bands import Band, complement
-from mindspeed_fx.passes.fusion.analysis.positions import meaning
+from mindspeed_fx.passes.fusion.analysis.positions import _slice, meaning
 from tests.models import double, function_agrees
 
 
@@ -31,6 +31,18 @@ def test_one_of_many_positions_is_a_number():
         part = graph.call_function(torch.ops.aten.slice.Tensor, (row, 0, start, end))
         part.meta["val"] = row.meta["val"][start:end]
         assert (meaning(part) == 3) is (start == 3)
+
+
+def test_a_part_of_the_batch_has_other_documents():
+    graph = torch.fx.Graph()
+    mask = graph.placeholder("mask")
+    mask.meta["val"] = torch.empty(2, 1, 8, 8)
+    part = graph.call_function(torch.ops.aten.slice.Tensor, (mask, 0, 0, 1))
+    part.meta["val"] = mask.meta["val"][:1]
+    apart = Band(-math.inf, 0, 0.0, -math.inf, documents=mask)
+    assert _slice(part, lambda _: apart) is None
+    part.meta["val"] = mask.meta["val"]
+    assert _slice(part, lambda _: apart) is apart
 
 
 @pytest.mark.parametrize("ahead", [-2, 0, 1, 3])
