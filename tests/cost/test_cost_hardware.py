@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from mindspeed_fx.cost import hardware as module
-from mindspeed_fx.cost.device import CONFIDENCES, Constant
+from mindspeed_fx.cost.device import CONFIDENCES, Constant, fitted_constant
 from mindspeed_fx.cost.hardware import detect, hardware, names
 from mindspeed_fx.cost.tables import ascend
 from mindspeed_fx.errors import OptionError
@@ -63,6 +63,14 @@ def test_cube_peaks_are_cores_times_clock():
     }
     assert round(hardware("ascend910b2").vector["float16"] / 1e12, 1) == 22.1
     assert round(hardware("ascend950pr").vector["float16"] / 1e12) == 54
+
+
+def test_a_fit_is_as_sure_as_its_spread_is_small():
+    assert [fitted_constant(1.0, "s", "a fit", spread).confidence for spread in (0.1, 0.3, 0.31)] == [
+        "high",
+        "medium",
+        "low",
+    ]
 
 
 def test_a_constant_survives_copies_and_is_a_float():

@@ -86,3 +86,21 @@ def test_what_else_reads_the_wide_value_keeps_it():
     x = torch.arange(12, dtype=torch.int32).reshape(6, 2)
     assert casts(gm) == 1
     assert torch.equal(gm(x)[0], x.view(12) + 1) and gm(x)[1].dtype == torch.int64
+
+
+@pytest.mark.parametrize("second, left", [((2, 0, 1), 0), ((1, 2, 0), 2)])
+def test_orders_that_undo_each_other_are_gone(second, left):
+    graph = fx.Graph()
+    with FakeTensorMode():
+        nodes = [graph.placeholder("x")]
+        nodes[0].meta["val"] = torch.empty(4, 4, 4)
+        turns = [(aten.permute.default, (order,)) for order in ((1, 2, 0), second)]
+        for target, args in ((aten.abs.default, ()), *turns, (aten.neg.default, ())):
+            nodes.append(graph.call_function(target, (nodes[-1], *args)))
+            nodes[-1].meta["val"] = target(nodes[-2].meta["val"], *args)
+    graph.output((nodes[-1],))
+    gm = fx.GraphModule(torch.nn.Module(), graph)
+    cleanup(gm, nodes[1:])
+    x = torch.arange(64.0).view(4, 4, 4)
+    assert torch.equal(fx.GraphModule(gm, gm.graph)(x)[0], -x.permute(1, 2, 0).permute(second))
+    assert sum(n.target is aten.permute.default for n in gm.graph.nodes) == left

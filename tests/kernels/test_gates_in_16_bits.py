@@ -1,4 +1,4 @@
-"""Gated units of 16-bit tensors: computed in float32, rounded once; gradients in the types of what they are of."""
+"""Gated units and norms of 16-bit tensors: computed in float32, rounded once; gradients of the types of inputs."""
 
 import pytest
 import torch
@@ -31,3 +31,11 @@ def test_gradients_have_the_types_of_their_inputs(up_dtype):
         ops.glu_backward(grad, x, up.to(up_dtype), "sigmoid"),
     ):
         assert dx.dtype == x.dtype and dup.dtype == up_dtype
+
+
+def test_a_norm_is_computed_in_float32():
+    x = inputs()[0]
+    wide = x.float()
+    y, rstd = ops.rms_norm(x, None, 1e-6, True)
+    torch.testing.assert_close(rstd, torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-6), rtol=1e-6, atol=0)
+    assert torch.equal(y, (wide * rstd).bfloat16())

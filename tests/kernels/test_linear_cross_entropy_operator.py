@@ -269,3 +269,10 @@ def test_a_gradient_that_the_forward_was_not_asked_for_is_an_error():
     loss = ops.linear_cross_entropy_total(hidden, weight, bias, target, *PLAIN, True, [True, False, True])[0]
     with pytest.raises(RuntimeError, match="was not told that weight needs a gradient"):
         loss.backward()
+
+
+def test_the_launch_that_stands_for_all_is_of_a_full_chunk(monkeypatch):
+    monkeypatch.setattr(chunks.triton, "DTYPES", {torch.double})
+    hidden, weight, _, _ = inputs(tokens=2, hidden=9)
+    ((_, (logits, target, *_)),) = chunks.parts(hidden, weight, True, 0.0, 0.0, 0.0, True)
+    assert logits.shape == (2, 7) and target.shape == (2,)  # not nine rows, nor three, which a chunk could hold

@@ -1,5 +1,6 @@
 """Products of 16-bit types summed in float32 on CPU, against float64, and how graphs and losses reach them."""
 
+import operator
 from unittest import mock
 
 import pytest
@@ -256,3 +257,14 @@ def test_a_bias_of_every_second_number():
     want = a.double() @ b.double() + numbers[::2].double()
     have = multiply(a, b, torch.empty(4, 6), numbers[::2])
     assert (have.double() - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+def test_the_code_of_a_rewritten_graph_is_written_anew(monkeypatch):
+    gm = torch.fx.symbolic_trace(lambda x: x + 1)
+
+    def rewrite(*_):
+        next(n for n in gm.graph.nodes if n.target is operator.add).target = operator.sub
+
+    monkeypatch.setattr(narrow_products, "rewrite_each", rewrite)
+    narrow_products.narrow_products(gm, mock.Mock(**{"options.target": "cpu"}))
+    assert gm(torch.ones(1)) == 0

@@ -15,7 +15,16 @@ from mindspeed_fx.cost.device import Constant
 from mindspeed_fx.cost.hardware import hardware
 from mindspeed_fx.cost.operators import Cost, cost_of
 from mindspeed_fx.errors import OptionError
-from mindspeed_fx.planning.calibrate import NoisyError, calibrate, check_noise, collectives, fitting, page, timing
+from mindspeed_fx.planning.calibrate import (
+    NoisyError,
+    calibrate,
+    cases,
+    check_noise,
+    collectives,
+    fitting,
+    page,
+    timing,
+)
 from mindspeed_fx.planning.calibrate.cases import KINDS, Case, Row, cases_for, chain
 from tests import forks, ranks
 
@@ -306,3 +315,8 @@ def test_groups_that_are_measured(world, local, groups):
 def test_one_rank_has_no_collectives():
     assert not dist.is_initialized()
     assert collectives.measure_collectives(torch.device("cpu"), lambda text: None) == []
+
+
+def test_the_rotation_that_is_measured_is_one():
+    x, cos, sin = torch.randn(2, 3, 4, 8), torch.randn(4, 8), torch.randn(4, 8)
+    torch.testing.assert_close(cases.rotation(x, cos, sin), torch.ops.mindspeed.rope(x, cos, sin, False))

@@ -1,6 +1,7 @@
 """Seconds and bytes of a described run: against counts by hand, against the played pipeline, and in their order."""
 
 import dataclasses
+from unittest import mock
 
 import pytest
 
@@ -41,6 +42,14 @@ COUNTS = {  # billions, from the publishers' pages
     "gpt-oss-120b": 116.8,
     "gemma-7b": 8.54,
 }
+
+
+def test_a_product_is_priced_by_its_tokens_columns_and_depth():
+    builder, work = LayerBuilder(LLAMA, RUN), mock.Mock()
+    builder._matmul = lambda *shape: shape
+    builder.product(work, "dense products", 3, 5, 7, trained=False)
+    work.forward.add.assert_called_once_with("dense products", (3, 5, 7))
+    work.backward.add.assert_called_once_with("dense products", (3, 7, 5))
 
 
 @pytest.mark.parametrize("name", COUNTS)

@@ -89,6 +89,7 @@ def test_a_tied_weight_is_on_every_stage_that_reads_it():
         assert (p.grad - gradients[name]).abs().max() <= 1e-10 * gradients[name].abs().max(), name
 
 
+@pytest.mark.filterwarnings("error:The .grad attribute")  # of what a stage received: each has a graph of its own
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_stages_in_one_process(tied):
     """Every rank of every stage, what they send to each other included."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mindspeed_fx.sharding.plan import Boundary, Plan, ShardingError
-from mindspeed_fx.sharding.presets import NAMED, named_plan
+from mindspeed_fx.sharding.presets import NAMED, _free_dim, named_plan
 from tests.sharding.llama import Llama
 from tests.sharding.test_experts import Mixture
 
@@ -25,6 +25,10 @@ def test_saved_and_loaded_alike(tmp_path, ending):
     for plan in (PLAN, *(named_plan(n, Mixture() if n.startswith("ep") else Llama()) for n in NAMED)):
         plan.save(str(tmp_path / f"plan.{ending}"))
         assert Plan.load(str(tmp_path / f"plan.{ending}")) == plan
+
+
+def test_what_has_one_element_is_not_divided():
+    assert [_free_dim("experts.*.w", shape, None) for shape in ((1, 8), (8, 1), (1, 1))] == [1, 0, 0]
 
 
 def test_diff_names_what_changed():

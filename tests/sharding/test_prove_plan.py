@@ -9,6 +9,7 @@ from torch import nn
 from mindspeed_fx.planning.prove_plan import prove_plan
 from mindspeed_fx.sharding.audit.relations.collectives import own, piece
 from mindspeed_fx.sharding.audit.relations.compare import divided, whole_inputs
+from mindspeed_fx.sharding.audit.relations.indexing import _expand
 from mindspeed_fx.sharding.audit.relations.moves import cut
 from mindspeed_fx.sharding.audit.relations.parts import Digit, Part, Terms, Unproved, profile, regrouped
 from mindspeed_fx.sharding.audit.relations.rules import dot, pointwise
@@ -185,3 +186,13 @@ def test_pieces_of_a_dimension_are_cut_where_ranks_have_it_whole():
     whole = whole_inputs(terms, ["y"], [(4, 6)])[0]
     mine = own(terms, piece(whole, 0, 2, [0, 1]), places, terms.ranks)
     assert mine == divided(whole, [("tp", 0)], terms.ranks)
+
+
+def test_what_is_expanded_to_its_own_sizes_stays_itself():
+    terms, graph = Terms({}), torch.fx.Graph()
+    (x,) = whole_inputs(terms, ["x"], [(1, 4)])
+    node = graph.placeholder("x")
+    node.meta["val"] = torch.empty(1, 4)
+    assert _expand(terms, [x], node) == x
+    node.meta["val"] = torch.empty(3, 4)
+    assert _expand(terms, [x], node).term != x.term

@@ -5,6 +5,8 @@ each stage.
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ pytest.importorskip("scipy", reason="the search needs scipy's HiGHS")
 import mindspeed_fx
 from mindspeed_fx.cost.hardware import hardware
 from mindspeed_fx.cost.pipeline import Parts, play_stages, torch_order
+from mindspeed_fx.errors import OptionError
+from mindspeed_fx.planning import generation
 from mindspeed_fx.planning.balanced_layers import balanced_layers
 from mindspeed_fx.planning.layer_lists import layers_of
 from mindspeed_fx.planning.search.branch_and_bound import branch_and_bound
@@ -31,7 +35,7 @@ from mindspeed_fx.planning.search.schedules import (
 from mindspeed_fx.planning.search.solve import Program
 from mindspeed_fx.planning.search.stage_loads import AFTER, BEFORE, Load, balanced_sizes, even_sizes, joined, rank_bytes
 from mindspeed_fx.planning.search.stage_step import _step, part_loads
-from mindspeed_fx.planning.stage_module import stages
+from mindspeed_fx.planning.stage_module import Stage, stages
 from mindspeed_fx.sharding.plan import ShardingError
 from tests.sharding import virtual_ranks
 from tests.sharding.llama import Llama
@@ -212,7 +216,21 @@ def test_layers_of_another_kind_are_counted():
     assert torch.allclose(parts[1](parts[0](x)), model(x))
 
 
+def test_layers_that_a_dictionary_numbers_are_a_list():
+    numbered = nn.ModuleDict({str(i): nn.Linear(2, 2) for i in range(3)})
+    assert layers_of(nn.Sequential(OrderedDict(blocks=numbered, last=nn.ReLU())), 2) == (("blocks", 3),)
+
+
 def test_wrong_words_for_layers():
     model, x = Headless(), torch.rand(4, 16)
     with pytest.raises(ShardingError, match="valid: 2 numbers from 1, 6 together"):
         stages(model, 2, (x,), layers=[1, 1], options=virtual_ranks.EAGER)
+
+
+def test_the_likeliest_token_is_of_temperature_zero(monkeypatch):
+    stage = SimpleNamespace(submod=object.__new__(Stage))
+    monkeypatch.setattr(generation.pipelining, "stages_of", lambda schedule: [stage])
+    tokens = torch.zeros(1, 3, dtype=torch.long)
+    assert torch.equal(generation.generate(None, tokens, 0, temperature=0.0), tokens)
+    with pytest.raises(OptionError, match="temperature"):
+        generation.generate(None, tokens, 0, temperature=-0.1)

@@ -111,6 +111,31 @@ def test_layers_that_differ_are_kinds_of_their_own():
     )
 
 
+class Gated(nn.Linear):
+    def forward(self, x, gate):
+        return x + super().forward(x) * gate
+
+
+class Shared(nn.Module):
+    """Layers that all read one value that the model computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(16, 8), nn.ModuleList(Gated(8, 8) for _ in range(4))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        shared = x.sin()
+        for layer in self.layers:
+            x = layer(x, shared)
+        return x.sum()
+
+
+def test_layers_that_read_one_value_are_alike():
+    found = trace_model(Shared(), (torch.zeros(2, 4, dtype=torch.long),), {})
+    assert [len(names) for names in found.runs] == [4] and not found.notes
+
+
 class ByNumber(Llama):
     def forward(self, ids, labels):
         x = self.embed(ids)

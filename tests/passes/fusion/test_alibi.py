@@ -20,7 +20,7 @@ def apart():
 
 
 def added_to_a_mask(q, k, v):
-    bias = SLOPES[:, None, None] * apart() + torch.zeros(SEQ, SEQ, dtype=q.dtype).masked_fill(
+    bias = SLOPES[:, None, None].to(q.dtype) * apart() + torch.zeros(SEQ, SEQ, dtype=q.dtype).masked_fill(
         ~triangle(), float("-inf")
     )
     return (q @ k.mT * 0.5 + bias).softmax(-1) @ v
@@ -68,6 +68,8 @@ def test_no_bias_for_pairs(form):
     report = function_agrees(form, *inputs)
     assert report.counts[NAME] == 1 and not report.skipped(NAME)
     assert pairs(form, *inputs) <= HEADS * SEQ
+    if form is added_to_a_mask:
+        assert pairs(form, *(x.detach().float() for x in inputs)) <= HEADS * SEQ
 
 
 def test_beside_padding_and_with_sinks_the_bias_stays_what_it_was():

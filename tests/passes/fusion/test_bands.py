@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mindspeed_fx.passes.fusion.analysis.bands import Band, complement
+from mindspeed_fx.passes.fusion.analysis.positions import _slice, meaning
 from tests.models import double, function_agrees
 
 
@@ -20,6 +21,28 @@ def test_the_complement_of_a_half_plane_has_the_same_values(bound, above):
     other = complement(band)
     assert [value(other, d) for d in range(-9, 9)] == [value(band, d) for d in range(-9, 9)]
     assert (other.low == -math.inf) is above  # the other half
+
+
+def test_one_of_many_positions_is_a_number():
+    graph = torch.fx.Graph()
+    row = graph.call_function(torch.ops.aten.arange.default, (8,))
+    row.meta["val"] = torch.arange(8)
+    for start, end in ((3, 4), (0, 4)):
+        part = graph.call_function(torch.ops.aten.slice.Tensor, (row, 0, start, end))
+        part.meta["val"] = row.meta["val"][start:end]
+        assert (meaning(part) == 3) is (start == 3)
+
+
+def test_a_part_of_the_batch_has_other_documents():
+    graph = torch.fx.Graph()
+    mask = graph.placeholder("mask")
+    mask.meta["val"] = torch.empty(2, 1, 8, 8)
+    part = graph.call_function(torch.ops.aten.slice.Tensor, (mask, 0, 0, 1))
+    part.meta["val"] = mask.meta["val"][:1]
+    apart = Band(-math.inf, 0, 0.0, -math.inf, documents=mask)
+    assert _slice(part, lambda _: apart) is None
+    part.meta["val"] = mask.meta["val"]
+    assert _slice(part, lambda _: apart) is apart
 
 
 @pytest.mark.parametrize("ahead", [-2, 0, 1, 3])

@@ -1,6 +1,7 @@
 """fusion.linear_cross_entropy_backward: the gradient of the logits of a loss is made a tile at a time."""
 
 import copy
+import operator
 
 import pytest
 import torch
@@ -147,3 +148,15 @@ def test_dynamic_shapes():
             grads.append([p.grad.clone() for p in model.parameters()])
         for a, b in zip(*grads, strict=True):
             torch.testing.assert_close(b, a, rtol=1e-10, atol=1e-12)
+
+
+def test_the_code_of_a_rewritten_graph_is_written_anew(monkeypatch):
+    gm = torch.fx.symbolic_trace(lambda x: x + 1)
+
+    def rewrite(report, *_):
+        next(n for n in gm.graph.nodes if n.target is operator.add).target = operator.sub
+        report.rewrites.append(NAME)
+
+    monkeypatch.setattr(file, "rewrite_each", rewrite)
+    file.linear_cross_entropy_backward(gm, None)
+    assert gm(torch.ones(1)) == 0

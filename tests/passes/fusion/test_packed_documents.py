@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mindspeed_fx.passes.fusion.emit.attention import _belongs
 from tests.kernels.npu import npu_graphs
 from tests.models import function_agrees
 
@@ -96,6 +97,19 @@ def picked(ids):
     """The numbers of one row, each read at its place."""
     d, place = documents(ids)[0], torch.arange(SEQ)
     return d[place[:, None]] == d[place[None, :]]
+
+
+def test_whose_rows_the_numbers_are():
+    """A mask of keys alone, [1, 1, 1, seq], says nothing of the batch."""
+    graph = torch.fx.Graph()
+
+    def node(*shape):
+        n = graph.placeholder("x")
+        n.meta["val"] = torch.empty(shape, device="meta")
+        return n
+
+    assert _belongs(node(2, 8), [node(1, 1, 1, 8), node(1, 1, 8, 8), node(2, 1, 8, 8)], 2)
+    assert not _belongs(node(2, 8), [node(2, 4, 8, 8)], 2) and not _belongs(node(3, 8), [], 2)
 
 
 @pytest.mark.parametrize("same", [same_document, picked])

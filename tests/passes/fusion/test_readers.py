@@ -8,6 +8,7 @@ import torch.fx as fx
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.new_call import NewCall
 from mindspeed_fx.passes.fusion import analysis
+from mindspeed_fx.passes.fusion.analysis.moments import NEGLIGIBLE, RootMoment
 
 aten = torch.ops.aten
 
@@ -27,6 +28,11 @@ def test_a_reader_that_writes_is_seen(readers_do_not_write):
     names = {"graph": gm.graph, "x": x}
     exec(compile("graph.call_function(len, (x,))", analysis.__file__.replace("__init__", "reader"), "exec"), names)
     assert len(readers_do_not_write) == 1 and "create_node" in readers_do_not_write.pop()
+
+
+def test_a_least_deviation_that_no_float_can_tell_from_an_eps_is_one():
+    assert RootMoment(None, False, [], [], clamp_min=NEGLIGIBLE).differs is None
+    assert "at least 1e-06" in RootMoment(None, False, [], [], clamp_min=1e-6).differs
 
 
 def test_a_new_call_is_read_like_a_node_and_built_once():

@@ -4,6 +4,7 @@ not.
 
 import collections
 import operator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from mindspeed_fx.compat import fx_graph
 from mindspeed_fx.cost.hardware import hardware
-from mindspeed_fx.graph.collectives import is_start, kind
+from mindspeed_fx.graph.collectives import is_start, is_wait, kind
 from mindspeed_fx.options import Options
 from mindspeed_fx.passes.base import Context
 from mindspeed_fx.passes.overlap.chunking import chunk_rules, chunk_search, windows
@@ -159,6 +160,20 @@ def test_no_order_is_searched_where_a_bound_says_that_none_is_shorter(eight, mon
     assert (len(searched) > 1) == (sizes is LARGE)
     # The plain graph is scheduled once more at the end, and may be as short as its own bound.
     assert all(bound < searched[0].seconds * (1 + 1e-9) for bound in bounds[1:])
+
+
+def test_a_pair_ends_where_its_sum_is_awaited(eight):
+    gm = layers.graph(PROGRAMS["sequence"])
+    sums = [n for n in gm.graph.nodes if is_start(n) and kind(n) == "reduce_scatter_tensor"]
+    regions = list(disjoint(sums, "pair"))
+    waits = [n for region in regions for n in region.cuts if is_wait(n)]
+    assert waits and not any(u in region.cuts for region in regions for w in waits for u in w.users)
+
+
+def test_of_regions_that_are_alike_the_most_exposed_is_tried_first():
+    exposed = {"a": 1.0, "b": 3.0, "c": 2.0, "alone": 9.0, "hidden": 0.0}
+    trials = SimpleNamespace(within=None, _exposed=exposed.get, plain=SimpleNamespace(seconds=1.0))
+    assert chunk_search.Trials._single(trials, [["a", "b", "hidden", "c"], ["alone"]]) == [["b"], ["c"], ["a"]]
 
 
 def test_the_busiest_link_of_a_way_is_known_before_its_graph_is_made(eight, monkeypatch):

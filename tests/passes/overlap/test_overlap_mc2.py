@@ -12,6 +12,7 @@ from mindspeed_fx.passes.overlap.decompose import overlap_decompose
 from mindspeed_fx.passes.overlap.split import overlap_split
 from tests.passes.overlap import parallel_layers as layers
 
+pytestmark = pytest.mark.filterwarnings("error:erase_node")  # of what is erased already
 LARGE = [(1024, 1, 4096), (4096,), (1792, 4096), (4096, 1792)]
 BF16 = torch.bfloat16
 

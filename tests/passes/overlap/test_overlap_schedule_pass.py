@@ -16,6 +16,7 @@ from mindspeed_fx.errors import OptionError
 from mindspeed_fx.graph.collectives import is_start
 from mindspeed_fx.options import Options
 from mindspeed_fx.passes.base import PassError
+from mindspeed_fx.passes.overlap.scheduler import inductor_order
 from mindspeed_fx.passes.overlap.scheduler.rank_agreement import OrderMismatch, compare
 
 
@@ -78,6 +79,20 @@ def test_inductor_keeps_the_order(fake_world, plain_costs):
         torch.compile(model, backend="mindspeed", options={"disable": ["overlap.schedule"]}), *inputs()
     )
     assert not calls(code[code.index("def call") :]).startswith("ss")  # what it does by itself
+
+
+def test_a_transfer_runs_under_work_and_not_under_the_wait_for_another():
+    graph = torch.fx.Graph()
+    start, wait = torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.wait_tensor.default
+    x = graph.placeholder("x")
+    first, second = (graph.call_function(start, (x, "sum", group)) for group in "01")
+    graph.call_function(wait, (second,))
+    work = graph.call_function(torch.ops.aten.add.Tensor, (x, 1))
+    end = graph.call_function(wait, (first,))
+    graph.output((work, end))
+    for n in graph.nodes:
+        n.meta["val"] = torch.empty(2, device="meta")
+    assert inductor_order.dependencies(graph) == {work: [first], end: [work]}
 
 
 def test_backward_graphs_too(lone_world, plain_costs):

@@ -3,10 +3,14 @@
 import math
 
 import pytest
+import torch
 
 from mindspeed_fx.passes.prove import conditions as c
 from mindspeed_fx.passes.prove import functions as f
+from mindspeed_fx.passes.prove.evaluate import _undefined, leaf
 from mindspeed_fx.passes.prove.integers import bounds, floor_div, remainder
+from mindspeed_fx.passes.prove.rules.base import RULES
+from mindspeed_fx.passes.prove.rules.products import matmul
 from mindspeed_fx.passes.prove.sums import reduced, sum_of
 from mindspeed_fx.passes.prove.terms import add, const, infinity, mul, of, scale, sub, variable
 
@@ -46,6 +50,14 @@ def below():
     return c.at_least_zero(sub(ROW, add(J, const(8))))
 
 
+OUT = torch.empty(N, device="meta")
+
+
+def times_vector():
+    w, v = (leaf(name, torch.empty(shape, device="meta")) for name, shape in (("w", (N, 8)), ("v", (8,))))
+    return matmul(OUT, w, v).at((ROW,))
+
+
 SAME = {
     "variance": (
         lambda: scale(sum_of(N, lambda j: f.power(sub(x(j), mean()), 2)), 1 / N),
@@ -75,6 +87,10 @@ SAME = {
     "one-hot": (
         lambda: sum_of(N, lambda j: mul(c.is_zero(sub(j, ROW)), x(j))),
         lambda: x(ROW),
+    ),
+    "matrix times vector": (
+        times_vector,
+        lambda: sum_of(8, lambda j: mul(f.load("w", (ROW, j), "real"), f.load("v", (j,), "real"))),
     ),
 }
 OTHER = {
@@ -106,3 +122,10 @@ def test_quotients_and_ranges_of_indices():
     assert floor_div(flat, N) is B and remainder(flat, N) is ROW
     assert bounds(remainder(ROW, 16)) == (0, 15) and bounds(sub(ROW, J)) == (-63, 63)
     assert floor_div(floor_div(ROW, 4), 4) is floor_div(ROW, 16)
+    ids = leaf("ids", OUT.long())
+    assert RULES["aten.remainder"](ids, ids, 0).at((ROW,)) is not RULES["aten.remainder"](ids, ids, 1).at((ROW,))
+
+
+def test_memory_of_truth_values_holds_truth_values():
+    flag = _undefined(OUT.bool(), "memory").at((ROW,))
+    assert mul(flag, flag) is flag

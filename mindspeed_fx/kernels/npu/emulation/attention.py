@@ -192,6 +192,7 @@ def npu_fusion_attention_grad_v3(
     sink=None,
 ):
     """(dq, dk, dv, dpse of size 0, dsink)."""
+    assert softmax_max.is_contiguous() and softmax_sum.is_contiguous(), "as npu_fusion_attention_v3 returns them"
     seed, offset = (0 if x is None else int(x) for x in (seed, offset))
     *grads, dsink = attention_grad(
         query,
