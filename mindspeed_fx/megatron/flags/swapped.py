@@ -57,8 +57,8 @@ def swap_input(args: Namespace) -> str:
 
 def smart_swap(args: Namespace) -> str:
     """Of ``--smart-swap``."""
-    if (given := _given_budget()) is not None:
-        return f"what memory_budget {given!r} of the options has no room for waits in host memory or is made again"
+    if (asked := _asked_budget()) is not None:
+        return f"what memory_budget {asked!r} of the options has no room for waits in host memory or is made again"
     for flag in DIVIDED:
         if get(args, flag):
             raise NotDone(
@@ -97,17 +97,17 @@ def _inputs(args: Namespace) -> dict[str, str]:
 
 def has_budget() -> bool:
     """Whether the environment's options have a ``memory_budget``, which then is that of every graph."""
-    return _given_budget() is not None
+    return _asked_budget() is not None
 
 
-def _given_budget() -> float | int | str | None:
+def _asked_budget() -> float | int | str | None:
     """``memory_budget`` of the environment."""
     return Options.parse({}, os.environ).memory_budget
 
 
 def _budget(args: Namespace) -> float | int | str:
     """The environment's, or what ``--smart-swap`` asks for, or 1.0, with which nothing but what is named is moved."""
-    given = _given_budget()
-    if given is not None or not get(args, "smart_swap"):
-        return 1.0 if given is None else given
+    asked = _asked_budget()
+    if asked is not None or not get(args, "smart_swap"):
+        return 1.0 if asked is None else asked
     return getattr(args, GRAPH_MEMORY, 1.0)

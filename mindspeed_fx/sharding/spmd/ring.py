@@ -93,18 +93,8 @@ def attention(
             windows that do not divide the ranks, an additive mask that needs a gradient, a sink for each query, or a
             mask or window where the length is a symbol.
     """
+    _check(q, k, mask, sinks)
     size = q.shape[2]
-    if mask is not None and mask.requires_grad:
-        raise ShardingError(
-            "attention over a divided sequence gives an additive mask no gradient; divide heads or the batch"
-        )
-    if sinks is not None and sinks.ndim > 1:
-        raise ShardingError(
-            "attention over a divided sequence takes one sink for each head, and here is one for each query; divide "
-            "heads or the batch"
-        )
-    if k.shape[2] != size:
-        raise ShardingError(f"ring attention needs as many queries as keys; here {size} and {k.shape[2]}")
     ranks = q.device_mesh.size(dim)
     local = [x.to_local(grad_placements=_gradient(x, q, 0)) for x in (k, v)]
     sinks = None if sinks is None else _placed_like(sinks, q, {1: 0})
@@ -145,6 +135,20 @@ def attention(
     return DTensor.from_local(
         stored_bsnd(out), q.device_mesh, q.placements, run_check=False, shape=stored.shape, stride=stored.stride()
     )
+
+
+def _check(q: DTensor, k: DTensor, mask: DTensor | None, sinks: DTensor | None) -> None:
+    if mask is not None and mask.requires_grad:
+        raise ShardingError(
+            "attention over a divided sequence gives an additive mask no gradient; divide heads or the batch"
+        )
+    if sinks is not None and sinks.ndim > 1:
+        raise ShardingError(
+            "attention over a divided sequence takes one sink for each head, and here is one for each query; divide "
+            "heads or the batch"
+        )
+    if k.shape[2] != q.shape[2]:
+        raise ShardingError(f"ring attention needs as many queries as keys; here {q.shape[2]} and {k.shape[2]}")
 
 
 def _gradient(x: DTensor, q: DTensor, keep: int) -> list[Placement]:
