@@ -48,7 +48,7 @@ def _like_bsnd(x: Tensor) -> Tensor:
     return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
 
 
-def _fake(q, k, v, g, beta, state, scale, norm_eps=None, chunk=CHUNK):
+def fake(q, k, v, g, beta, state, scale, norm_eps=None, chunk=CHUNK):
     size, wide = (k.shape[3], v.shape[3]), _wide(q, k, v, g, beta, state)
     number = (v.shape[2] + SPAN * chunk - 1) // (SPAN * chunk)
     return (
@@ -58,7 +58,7 @@ def _fake(q, k, v, g, beta, state, scale, norm_eps=None, chunk=CHUNK):
     )
 
 
-@operator(f"gated_delta_rule({SCHEMA}) -> (Tensor, Tensor, Tensor)", _fake, opaque=True)
+@operator(f"gated_delta_rule({SCHEMA}) -> (Tensor, Tensor, Tensor)", fake, opaque=True)
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -91,8 +91,8 @@ def gated_delta_rule(
     Raises:
         ValueError: shapes that do not fit, or a chunk of no tokens.
     """
-    _check(q, k, v, g, beta, state, chunk)
-    out, final, starts = _fake(q, k, v, g, beta, state, scale, norm_eps, chunk)
+    check(q, k, v, g, beta, state, chunk)
+    out, final, starts = fake(q, k, v, g, beta, state, scale, norm_eps, chunk)
     for heads in head_blocks(q, v, chunk):
         start = final[heads.row, heads.values]
         start = torch.zeros_like(start) if state is None else state[heads.row, heads.values].to(final.dtype)
@@ -110,8 +110,8 @@ def gated_delta_rule(
     return out, final, starts
 
 
-def _fake_backward(grad, grad_state, starts, q, k, v, g, beta, state, scale, norm_eps=None, chunk=CHUNK):
-    final = _fake(q, k, v, g, beta, state, scale, norm_eps, chunk)[1]
+def fake_backward(grad, grad_state, starts, q, k, v, g, beta, state, scale, norm_eps=None, chunk=CHUNK):
+    final = fake(q, k, v, g, beta, state, scale, norm_eps, chunk)[1]
     dg = v.new_empty(0) if g is None else _like_bsnd(g)
     return *(_like_bsnd(x) for x in (q, k, v)), dg, _like_bsnd(beta), final if state is None else final.to(state.dtype)
 
@@ -119,7 +119,7 @@ def _fake_backward(grad, grad_state, starts, q, k, v, g, beta, state, scale, nor
 @operator(
     f"gated_delta_rule_backward(Tensor grad, Tensor? grad_state, Tensor starts, {SCHEMA}) -> (Tensor, Tensor, Tensor, "
     "Tensor, Tensor, Tensor)",
-    _fake_backward,
+    fake_backward,
     opaque=True,
 )
 def gated_delta_rule_backward(grad, grad_state, starts, q, k, v, g, beta, state, scale, norm_eps=None, chunk=CHUNK):
@@ -128,8 +128,8 @@ def gated_delta_rule_backward(grad, grad_state, starts, q, k, v, g, beta, state,
 
     What stands inside a chunk is computed again, a span of chunks at a time from the state before it, ``starts``.
     """
-    _check(q, k, v, g, beta, state, chunk)
-    dq, dk, dv, dg, dbeta, dstate = _fake_backward(
+    check(q, k, v, g, beta, state, chunk)
+    dq, dk, dv, dg, dbeta, dstate = fake_backward(
         grad, grad_state, starts, q, k, v, g, beta, state, scale, norm_eps, chunk
     )
     wide = starts.dtype
@@ -153,7 +153,7 @@ def gated_delta_rule_backward(grad, grad_state, starts, q, k, v, g, beta, state,
     return dq, dk, dv, dg, dbeta, dstate
 
 
-def _check(q, k, v, g, beta, state, chunk):
+def check(q, k, v, g, beta, state, chunk):
     heads = v.shape[1]
     torch._check_value(chunk >= 1, lambda: f"gated_delta_rule: chunk={chunk}; valid: a number of tokens from 1 on")
     torch._check_value(
@@ -176,7 +176,7 @@ def _check(q, k, v, g, beta, state, chunk):
 register_gradient("gated_delta_rule", 6)
 
 
-def _strategies(q, v):
+def _placements(q, v):
     """(q and k, their gradients, v and its like, the state, the states of spans, g and beta, their gradients): by
     batch; by heads, those that share a key together; by the width of v. A sequence stays whole."""
     yield 0, 0, 0, 0, 0, 0, 0
@@ -185,21 +185,21 @@ def _strategies(q, v):
 
 
 @gated_delta_rule.shard
-def _sharding_rule(q, k, v, g, beta, state, scale, norm_eps=None, chunk=CHUNK):
+def strategies(q, k, v, g, beta, state, scale, norm_eps=None, chunk=CHUNK):
     return [
         ([values, final, states], [keys, keys, values, gate, gate, final])
-        for keys, _, values, final, states, gate, _ in _strategies(q, v)
+        for keys, _, values, final, states, gate, _ in _placements(q, v)
     ]
 
 
 @gated_delta_rule_backward.shard
-def _sharding_rule_backward(grad, grad_state, starts, q, k, v, g, beta, state, scale, norm_eps=None, chunk=CHUNK):
+def strategies_backward(grad, grad_state, starts, q, k, v, g, beta, state, scale, norm_eps=None, chunk=CHUNK):
     return [
         (
             [dkeys, dkeys, values, REPLICATED if g is None else dgate, dgate, final],
             [values, final, states, keys, keys, values, gate, gate, final],
         )
-        for keys, dkeys, values, final, states, gate, dgate in _strategies(q, v)
+        for keys, dkeys, values, final, states, gate, dgate in _placements(q, v)
     ]
 
 
@@ -216,7 +216,7 @@ def _work(k, v, chunk):
 
 
 @gated_delta_rule.costs
-def _cost(out, q, k, v, g, beta, state, scale, norm_eps=None, chunk=CHUNK):
+def cost(out, q, k, v, g, beta, state, scale, norm_eps=None, chunk=CHUNK):
     """Products of k k^T and q k^T per head of keys; W S, (k e^..)^T N, (q e^c) S, T (U, W), P N and the inverse."""
     pairs, line, rest, vector = _work(k, v, chunk)
     tokens, key_tokens = (_computed_tokens(x, chunk) for x in (v, q))
@@ -225,7 +225,7 @@ def _cost(out, q, k, v, g, beta, state, scale, norm_eps=None, chunk=CHUNK):
 
 
 @gated_delta_rule_backward.costs
-def _backward_cost(out, grad, grad_state, starts, q, k, v, g, beta, state, scale, norm_eps=None, chunk=CHUNK):
+def backward_cost(out, grad, grad_state, starts, q, k, v, g, beta, state, scale, norm_eps=None, chunk=CHUNK):
     """The forward's without (q e^c) S, P N and the state after a span; then six products with a state or its gradient,
     of chunk by chunk four with the width of v and one with that of k, with gates one of a state with its gradient; per
     head of keys three with the width of k."""

@@ -28,6 +28,8 @@ constexpr int64_t ROWS = 64, DEPTH = 256, COLUMNS = 128;  // of a tile of a larg
 
 int64_t parts(int64_t of, int64_t size) { return (of + size - 1) / size; }
 
+int64_t padded(int64_t size) { return parts(size, 16) * 16; }  // few sizes of products: each is compiled when it is met
+
 // A thread's work buffer, or null where there is no memory: an exception must not leave a parallel region. All threads ask
 // ``has_all`` before they share work, and all get one answer. ``pairs``: whether its tiles are pairs of bfloat16.
 class Buffer {

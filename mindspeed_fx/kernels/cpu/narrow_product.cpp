@@ -21,8 +21,6 @@ struct Product {
   float scale;
 };
 
-int64_t padded(int64_t size) { return parts(size, 16) * 16; }  // few sizes of products: each is compiled when it is met
-
 // Columns of b that are laid out at a time: whole panels.
 int64_t block_columns(int64_t n, int64_t k) {
   return std::clamp<int64_t>(BLOCK / std::max<int64_t>(1, padded(k)) / COLUMNS, 1, parts(n, COLUMNS)) * COLUMNS;
