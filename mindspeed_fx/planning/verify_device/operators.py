@@ -190,6 +190,15 @@ def _delta_rule(m: Maker) -> Losses:
         yield out**2 + final.sum(-2, keepdim=True)
 
 
+def _delta_rule_in_cpp(m: Maker) -> Losses:
+    b, s, n, d = m.b, m.s, m.n, m.d
+    keys, values = torch.randn(2, b, m.kv, s, d), torch.randn(b, n, s, d + 1)
+    arguments = (*keys, values, -torch.rand(b, n, s), torch.rand(b, n, s), None, 0.3, 1e-6, 4)
+    out, final, starts = ops.delta_tiles(*arguments)
+    ops.delta_tiles_backward(torch.randn_like(out), torch.randn_like(final), starts, *arguments)
+    return iter(())
+
+
 def _state_spaces(m: Maker) -> Losses:
     b, s, n, d, h = m.b, m.s, m.n, m.d, m.h
     steps, rates = m.rand(b, s, n, grad=True), (-m.rand(n)).requires_grad_()
@@ -319,6 +328,7 @@ FAMILIES: dict[str, Callable[[Maker], Losses]] = {
     "parts of attention": _parts_of_attention,
     "attention in C++": _attention_in_cpp,
     "delta rule": _delta_rule,
+    "delta rule in C++": _delta_rule_in_cpp,
     "state spaces": _state_spaces,
     "losses": _losses,
     "preference losses": _preference_losses,
@@ -327,5 +337,5 @@ FAMILIES: dict[str, Callable[[Maker], Losses]] = {
     "products of cpu": _products_of_cpu,
 }
 """Operators that belong together."""
-OF_CPU = ("attention in C++", "products of cpu")
+OF_CPU = ("attention in C++", "delta rule in C++", "products of cpu")
 """Families of kernels that exist on a processor alone."""
