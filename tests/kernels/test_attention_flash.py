@@ -85,6 +85,38 @@ def test_is_the_reference(batch, heads, queries, keys, dims, window, softcap, ca
 
 
 @served
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    st.sampled_from([torch.bool, torch.float32, torch.bfloat16]),
+    st.sampled_from([(2, 4, 1), (1, 1, 1), (1, 4, 0), (2, 1, 0)]),
+    st.sampled_from([1, 64, 130, 200]),
+    st.sampled_from([1, 65, 200]),
+    st.sampled_from([(8, 8), (40, 24), (17, 80)]),
+    st.booleans(),
+    st.sampled_from([1, 5]),
+)
+def test_masks_beside_float32(dtype, shape, queries, keys, dims, causal, threads):
+    """Of a boolean one whole tiles allow nothing, and a row of another tile."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(queries * 1000 + keys)
+    batch, heads, rows = shape
+    mask = torch.randn(batch, heads, queries if rows else 1, keys)
+    if dtype == torch.bool:
+        mask = mask > 0
+        mask[:, :, :, 64:128], mask[:, :, :64, 128:], mask[:, :, -1] = False, False, False
+    sizes = (4, queries, dims[0]), (2, keys, dims[0]), (2, keys, dims[1]), (4, queries, dims[1])
+    q, k, v, grad = (torch.randn(2, *size) for size in sizes)
+    options = (causal, dims[0] ** -0.5)
+    out, lse = ops.attention_flash(q, k, v, *options, 0, 0.0, None, mask.to(dtype))
+    have = [out, lse, *ops.attention_flash_backward(grad, q, k, v, out, lse, *options, 0, 0.0, mask.to(dtype))]
+    wide, mask = [x.double() for x in (q, k, v)], mask.to(dtype) if dtype == torch.bool else mask.to(dtype).double()
+    out, lse = ops.attention(*wide, mask, *options)
+    want = [out, lse, *ops.attention_backward(grad.double(), *wide, out, lse, mask, *options)]
+    for h, w in zip(have, want, strict=True):
+        torch.testing.assert_close(h.double(), w, rtol=2e-5, atol=2e-5)
+
+
+@served
 def test_any_storage_and_gradient():
     q, k, v = (
         torch.randn(2, 4, 16, 70).transpose(2, 3),
@@ -246,7 +278,7 @@ def test_where_the_processor_multiplies_tiles_atens_kernel_serves(monkeypatch):
     assert attention_flash.refusal(q, q, q) == "ATen's kernel multiplies tiles of torch.bfloat16 on this processor"
     assert attention_flash.refusal(q, q, q, None, 4) is attention_flash.refusal(q, q, q, None, 0, 2.0) is None
     assert attention_flash.refusal(*[q.float()] * 3) is None
-    assert attention_flash.refusal(*[q.float()] * 3, mask=q) == "a mask beside float32"
+    assert attention_flash.refusal(*[q.float()] * 3, mask=q) is None
     assert attention_flash.refusal(*[q.double()] * 3, mask=q).endswith("not all float32, bfloat16 or float16")
 
 

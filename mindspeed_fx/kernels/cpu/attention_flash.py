@@ -48,8 +48,6 @@ def supports(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> str
     """Why the kernel cannot run on these, real or fake; None when it can. Begins to build it when it can."""
     if not q.dtype == k.dtype == v.dtype or q.dtype not in TYPES:
         return f"q, k and v have types {q.dtype}, {k.dtype}, {v.dtype}, not all float32, bfloat16 or float16"
-    if mask is not None and q.dtype == torch.float32:
-        return "a mask beside float32"
     if mask is not None and mask.dtype not in (torch.bool, *TYPES):
         return f"a mask of type {mask.dtype}"
     if reason := cpp.problem():
@@ -101,7 +99,7 @@ def attention_flash(
         softcap: bound on the scores; 0 for none.
         sinks: [heads], one more score per head without a value, or None.
         mask: boolean (True: attend) or additive float32, bfloat16 or float16, broadcast to [batch, heads, q_seq,
-            kv_seq]; with bfloat16 and float16 only. Or None.
+            kv_seq]; tiles in which a boolean one allows nothing are skipped. Or None.
 
     Returns:
         out [batch, heads, q_seq, v_dim] stored as [batch, q_seq, heads, v_dim]; lse [batch, heads, q_seq].

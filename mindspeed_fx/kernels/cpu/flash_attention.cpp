@@ -37,7 +37,7 @@ View<E> view(int index, void* const* data, const int64_t* strides) {
 int64_t tiles(int64_t rows) { return parts(rows, T); }
 
 template <class E>
-constexpr int64_t COPIES = std::is_same_v<E, float> ? 0 : 1;  // of a tile in float32
+constexpr int64_t COPIES = std::is_same_v<E, float> ? 0 : 1;  // of a tile in float32, beside one of the mask
 
 struct Tile {
   int64_t q0, nq, k0, nk;
@@ -137,6 +137,16 @@ void add_mask(const Mask& m, int64_t b, int64_t h, const Tile& t, float* s, floa
     with_type(m.type, add);
 }
 
+// Whether a boolean mask, or anything else, lets some query of the tile see some key of it.
+bool sees(const Mask& m, int64_t b, int64_t h, const Tile& t) {
+  if (!m.data || m.type != ALLOWED) return true;
+  const auto* from = static_cast<const uint8_t*>(m.data) + b * m.batch + h * m.head + t.q0 * m.row + t.k0;
+  uint8_t any = 0;
+  for (int64_t r = 0; r < (m.row ? t.nq : 1); ++r)
+    for (int64_t c = 0; c < t.nk; ++c) any |= from[r * m.row + c];
+  return any;
+}
+
 // data, strides: q, k, v, out, lse, sinks, packed [batch, kv_heads, tiles of keys, v_dim, T]; sinks may be null.
 template <class E, class M>
 bool forward(const Problem& n, void* const* data, const int64_t* strides) {
@@ -149,7 +159,8 @@ bool forward(const Problem& n, void* const* data, const int64_t* strides) {
   std::atomic<bool> failed{false};
 #pragma omp parallel num_threads(n.threads)
   {
-    const Buffer work(2 * T * T + (COPIES<E> * std::max(n.dim, T) + n.dim + n.v_dim + 4) * T, failed, !std::is_same_v<M, float>);
+    const int64_t copies = std::max(COPIES<E> * n.dim, T);
+    const Buffer work(2 * T * T + (copies + n.dim + n.v_dim + 4) * T, failed, !std::is_same_v<M, float>);
     const int64_t batches = has_all(failed) ? n.batch : 0;
 #pragma omp for collapse(3)
     for (int64_t b = 0; b < batches; ++b)
@@ -157,7 +168,7 @@ bool forward(const Problem& n, void* const* data, const int64_t* strides) {
         for (int64_t j = 0; j < key_tiles; ++j)
           O::first_turned(v.at(b, h, j * T), v.row, std::min(T, n.keys - j * T), n.v_dim, packed + ((b * n.kv_heads + h) * key_tiles + j) * n.v_dim * T);
     float *s = work.data, *sum_v = s + T * T, *top = sum_v + n.v_dim * T, *sum = top + T, *shrink = sum + T, *high = shrink + T, *copy = high + T;
-    float* operands = copy + COPIES<E> * std::max(n.dim, T) * T;
+    float* operands = copy + copies * T;
     M *qt = reinterpret_cast<M*>(operands), *weights_copy = reinterpret_cast<M*>(operands + n.dim * T);
 #pragma omp for collapse(3) schedule(dynamic, 1)
     for (int64_t b = 0; b < batches; ++b)
@@ -168,9 +179,10 @@ bool forward(const Problem& n, void* const* data, const int64_t* strides) {
           O::second_turned(q.at(b, h, q0), q.row, nq, n.dim, qt, n.scale);
           std::fill(top, top + T, sinks ? sinks[h] : NEVER);
           std::fill(sum, sum + T, sinks ? 1.0f : 0.0f);
-          if (low == end) std::fill(sum_v, sum_v + n.v_dim * T, 0.0f);
+          bool started = false;
           for (int64_t j = low; j < end; ++j) {
             const Tile t{q0, nq, j * T, std::min(T, n.keys - j * T)};
+            if (!sees(n.mask, b, h, t)) continue;
             const auto [keys, key_row] = O::first(k.at(b, h / group, t.k0), k.row, t.nk, n.dim, reinterpret_cast<M*>(copy));
             product(t.nk, nq, n.dim, keys, key_row, qt, T, s, T, false);
             O::scale(s, t.nk * T, n.scale);
@@ -194,12 +206,14 @@ bool forward(const Problem& n, void* const* data, const int64_t* strides) {
                 s[y * T + c] = e;
                 sum[c] += e;
               }
-            if (j > low)
+            if (started)
               for (int64_t x = 0; x < n.v_dim; ++x)
                 for (int64_t c = 0; c < nq; ++c) sum_v[x * T + c] *= shrink[c];
             const auto [weights, weights_row] = O::second(s, T, t.nk, nq, weights_copy);
-            product(n.v_dim, nq, O::depth(t.nk), packed + ((b * n.kv_heads + h / group) * key_tiles + j) * n.v_dim * T, T, weights, weights_row, sum_v, T, j > low);
+            product(n.v_dim, nq, O::depth(t.nk), packed + ((b * n.kv_heads + h / group) * key_tiles + j) * n.v_dim * T, T, weights, weights_row, sum_v, T, started);
+            started = true;
           }
+          if (!started) std::fill(sum_v, sum_v + n.v_dim * T, 0.0f);
           for (int64_t c = 0; c < nq; ++c) {
             *lse.at(b, h, q0 + c) = top[c] + std::log(sum[c]);
             shrink[c] = sum[c] == 0.0f ? 0.0f : 1.0f / sum[c];  // a row that sees no key is zero
@@ -223,18 +237,19 @@ bool backward(const Problem& n, void* const* data, const int64_t* strides) {
   std::atomic<bool> failed{false};
 #pragma omp parallel num_threads(n.threads)
   {
-    const Buffer work(key_tiles * T * n.dim + 6 * T * T + (3 * n.dim + 2 * n.v_dim + 2 + COPIES<E> * (2 * n.dim + 3 * n.v_dim + T)) * T, failed, !std::is_same_v<M, float>);
+    const Buffer work(key_tiles * T * n.dim + 6 * T * T + (3 * n.dim + 2 * n.v_dim + 2 + COPIES<E> * (2 * n.dim + 3 * n.v_dim) + T) * T, failed, !std::is_same_v<M, float>);
     const int64_t batches = has_all(failed) ? n.batch : 0;
     float *p = work.data, *ds = p + T * T, *bend = ds + T * T, *dqt = bend + T * T, *delta = dqt + n.dim * T, *top = delta + T, *operands = top + T;
     M *kt = reinterpret_cast<M*>(operands), *qt = kt + key_tiles * T * n.dim, *gt = qt + n.dim * T, *p_copy = gt + n.v_dim * T, *ds_copy = p_copy + T * T;
     M *ds_pairs = ds_copy + T * T, *q_pairs = ds_pairs + T * T, *grad_pairs = q_pairs + n.dim * T;
     float* q_copy = operands + (key_tiles + 2) * T * n.dim + 3 * T * T + 2 * n.v_dim * T;
-    float *k_copy = q_copy + n.dim * T, *grad_copy = k_copy + n.dim * T, *out_copy = grad_copy + n.v_dim * T, *v_copy = out_copy + n.v_dim * T, *mask = v_copy + n.v_dim * T;
+    float *k_copy = q_copy + n.dim * T, *grad_copy = k_copy + n.dim * T, *out_copy = grad_copy + n.v_dim * T, *v_copy = out_copy + n.v_dim * T, *mask = COPIES<E> ? v_copy + n.v_dim * T : q_copy;
 #pragma omp for collapse(2) schedule(dynamic, 1)
     for (int64_t b = 0; b < batches; ++b)
       for (int64_t g = 0; g < n.gradient_heads; ++g) {
         for (int64_t j = 0; j < key_tiles; ++j) O::first_turned(k.at(b, g / share, j * T), k.row, std::min(T, n.keys - j * T), n.dim, kt + j * T * n.dim);
-        for (int64_t key = n.causal || !n.queries ? query_tiles * T : n.keys; key < n.keys; ++key) {  // keys that no query sees
+        const bool may_skip = n.mask.data && n.mask.type == ALLOWED;  // tiles between others: all are added to zeros
+        for (int64_t key = may_skip || !n.queries ? 0 : n.causal ? query_tiles * T : n.keys; key < n.keys; ++key) {  // keys that no query sees
           std::fill_n(dk.at(b, g, key), n.dim, 0.0f);
           std::fill_n(dv.at(b, g, key), n.v_dim, 0.0f);
         }
@@ -261,10 +276,10 @@ bool backward(const Problem& n, void* const* data, const int64_t* strides) {
               delta[c] = total;
               top[c] = l == NEVER ? 0.0f : l;
             }
-            if (low == end)
-              for (int64_t c = 0; c < nq; ++c) std::fill_n(dq.at(b, h, q0 + c), n.dim, E{});
+            bool started = false;
             for (int64_t j = low; j < end; ++j) {
               const Tile t{q0, nq, j * T, std::min(T, n.keys - j * T)};
+              if (!sees(n.mask, b, h, t)) continue;
               const auto [keys, key_row] = O::first(k.at(b, g / share, t.k0), k.row, t.nk, n.dim, reinterpret_cast<M*>(k_copy));
               const auto [values, value_row] = O::first(v.at(b, g / share, t.k0), v.row, t.nk, n.v_dim, reinterpret_cast<M*>(v_copy));
               product(t.nk, nq, n.dim, keys, key_row, qt, T, p, T, false);
@@ -286,15 +301,19 @@ bool backward(const Problem& n, void* const* data, const int64_t* strides) {
                 }
               if (n.softcap)
                 for (int64_t x = 0; x < t.nk * T; ++x) ds[x] *= bend[x];
-              const bool first = h == g * group && i == (n.causal ? j : 0);  // of the queries that see these keys
+              const bool first = !may_skip && h == g * group && i == (n.causal ? j : 0);  // of the queries that see these keys
               const auto [weights, weights_row] = O::first(p, T, t.nk, nq, p_copy);
               product(t.nk, n.v_dim, O::depth(nq), weights, weights_row, grads, grads_row, dv.at(b, g, t.k0), dv.row, !first);
               const auto [slopes, slopes_row] = O::first(ds, T, t.nk, nq, ds_copy);
               product(t.nk, n.dim, O::depth(nq), slopes, slopes_row, qi, q_row, dk.at(b, g, t.k0), dk.row, !first);
               const auto [turned, turned_row] = O::second(ds, T, t.nk, nq, ds_pairs);
-              product(n.dim, nq, O::depth(t.nk), kt + j * T * n.dim, T, turned, turned_row, dqt, T, j > low);
+              product(n.dim, nq, O::depth(t.nk), kt + j * T * n.dim, T, turned, turned_row, dqt, T, started);
+              started = true;
             }
-            if (low != end) transpose(dqt, T, n.dim, nq, dq.at(b, h, q0), dq.row);
+            if (started)
+              transpose(dqt, T, n.dim, nq, dq.at(b, h, q0), dq.row);
+            else
+              for (int64_t c = 0; c < nq; ++c) std::fill_n(dq.at(b, h, q0 + c), n.dim, E{});
           }
       }
   }
