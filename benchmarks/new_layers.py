@@ -1,13 +1,13 @@
-"""One layer of Qwen3-Next, Falcon-H1, Bamba and DeepSeek-V3.2 of transformers on CPU, forward and backward: Inductor and
-mindspeed, interleaved.
+"""One layer of Qwen3-Next, Falcon-H1, Bamba and DeepSeek-V3.2 on CPU, forward and backward: Inductor and mindspeed.
 
     python -m benchmarks.new_layers [--models qwen3_next,falcon_h1,bamba,deepseek_v32] [--rounds 5] [--seq 2048]
         [--clock wall] [--dtype float32] [--attention sdpa] [--alternatives inductor,mindspeed]
 
-Hidden 512; heads, states and keys as wide as the published models', in numbers that keep their proportion to the hidden
-size; 8 experts, 2 for a token. A model of one layer is given what would be embedded, and its last hidden state has a
-gradient. Qwen3-Next's layer is a gated delta rule with experts, Falcon-H1's attention beside a state space, Bamba's a state
-space, DeepSeek-V3.2's sparse attention with experts. Inductor compiles the delta rule's unrolled chunks for minutes.
+transformers' models of one layer: hidden 512; heads, states and keys as wide as the published models', in numbers that
+keep their proportion to the hidden size; 8 experts, 2 for a token. They are given what would be embedded, and their
+last hidden state has a gradient. Qwen3-Next's layer is a gated delta rule with experts, Falcon-H1's attention beside a
+state space, Bamba's a state space, DeepSeek-V3.2's sparse attention with experts. Inductor compiles the delta rule's
+unrolled chunks for minutes.
 """
 
 from __future__ import annotations

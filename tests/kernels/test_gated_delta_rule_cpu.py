@@ -1,4 +1,4 @@
-"""The gated delta rule in tiles on CPU against its definition in float64, token by token, in values and every gradient."""
+"""The gated delta rule in tiles on CPU against its definition in float64, token by token: values and gradients."""
 
 import pytest
 import torch

@@ -193,10 +193,8 @@ void forward_tile(const DeltaRule& p, int64_t b, int64_t h, const Tokens& x, con
 void forward_heads(const DeltaRule& p, int64_t b, int64_t h, const ForwardWork& w) {
   const int64_t size = p.k_dim * p.v_dim;
   for (int64_t span = 0; span < spans(p); ++span) {
-    for (int64_t i = h; i < h + p.together; ++i) {
-      const float* state = p.state + (b * p.heads + i) * size;
-      std::copy_n(state, size, p.starts + ((b * p.heads + i) * spans(p) + span) * size);
-    }
+    for (int64_t i = b * p.heads + h; i < b * p.heads + h + p.together; ++i)
+      std::copy_n(p.state + i * size, size, p.starts + (i * spans(p) + span) * size);
     const int64_t end = std::min(p.seq, (span + 1) * p.span);
     for (int64_t first = span * p.span; first < end; first += ROWS) {
       const Tokens x = tile(first, end);
@@ -286,11 +284,11 @@ void backward_tile(const DeltaRule& p, int64_t b, int64_t h, const Tokens& x, co
     }
   }
   product(t, e, d, kept.keys.rows, d, dstate, e, dvalues, e, false);
-  float kept_sum = 0.0f;
+  float sum = 0.0f;  // of gradients of c, from the last token on
   for (int64_t i = 0; i < t && p.gated; ++i) {
     const float rest = gates.rest[i] * dot(dvalues + i * e, kept.values + i * e, e);
     dsums[i] -= rest;
-    kept_sum += rest;
+    sum += rest;
   }
   for (int64_t i = 0; i < t; ++i) scale_row(dvalues + i * e, e, gates.rest[i]);
   read_rows(p.out, b, h, x.first, x.n, t, e, dout);
@@ -303,10 +301,7 @@ void backward_tile(const DeltaRule& p, int64_t b, int64_t h, const Tokens& x, co
 
   product(d, 2 * t, e, kept.state, e, w.turned, 2 * t, w.dkeys, 2 * t, false);
   float factor[2 * ROWS], along[2 * ROWS] = {};  // of d(k S) and d(q S); along: the gradient's part along k and q
-  for (int64_t i = 0; i < t; ++i) {
-    factor[i] = -gates.grow[i] * gates.beta[i];
-    factor[t + i] = p.scale * gates.grow[i];
-  }
+  for (int64_t i = 0; i < t; ++i) factor[i] = -gates.grow[i] * gates.beta[i], factor[t + i] = p.scale * gates.grow[i];
   for (int64_t c = 0; c < d; ++c)
     for (int64_t i = 0; i < 2 * t; ++i) {
       const float grad = w.dkeys[c * 2 * t + i] * factor[i];
@@ -327,11 +322,10 @@ void backward_tile(const DeltaRule& p, int64_t b, int64_t h, const Tokens& x, co
     scale_row(dvalues + i * e, e, -gates.grow[i]);
     scale_row(dout + i * e, e, factor[t + i]);
   }
-  if (p.gated) kept_sum += gates.last * dot(dstate, kept.state, d * e);
+  if (p.gated) sum += gates.last * dot(dstate, kept.state, d * e);
   scale_row(dstate, d * e, gates.last);
   product(d, e, 2 * t, kept.keys.turned, 2 * t, w.grads, e, dstate, e, true);
 
-  float sum = kept_sum;
   for (int64_t i = t - 1; i >= 0; --i) {
     sum += dsums[i] + along[i] + along[t + i];
     if (i < x.n && p.gated) number(p.dg, b, h, x.first + i) = sum;
@@ -351,7 +345,7 @@ void forward_again(const DeltaRule& p, int64_t b, int64_t h, int64_t first, int6
     product(x.t, p.v_dim, p.k_dim, kept.keys.rows, p.k_dim, kept.state, p.v_dim, kept.values, p.v_dim, false);
     read_rows(p.v, b, h, x.first, x.n, x.t, p.v_dim, kept.errors);
     find_new_values(p, gates, w.system, x.t, kept.errors, kept.values);
-    if (first + ROWS < end) next_state(p, gates, kept.keys.turned, 2 * x.t, x.t, kept.values, kept.state, w.tiles[i + 1].state, w.grads);
+    if (x.first + ROWS < end) next_state(p, gates, kept.keys.turned, 2 * x.t, x.t, kept.values, kept.state, w.tiles[i + 1].state, w.grads);
   }
 }
 

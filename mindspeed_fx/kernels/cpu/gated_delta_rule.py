@@ -82,7 +82,9 @@ def delta_tiles(
     definition.fake_backward,
     opaque=True,
 )
-def delta_tiles_backward(grad, grad_state, starts, q, k, v, g, beta, state, scale, norm_eps=None, chunk=definition.CHUNK):
+def delta_tiles_backward(
+    grad, grad_state, starts, q, k, v, g, beta, state, scale, norm_eps=None, chunk=definition.CHUNK
+):
     """``mindspeed::gated_delta_rule_backward``, whose reference runs where the kernel cannot; arguments and results as
     there.
     """
