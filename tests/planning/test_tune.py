@@ -1,5 +1,6 @@
 """``mindspeed-fx tune``: what it suggests of launch scripts, in text and arguments, and that it trains."""
 
+import dataclasses
 import json
 import shlex
 
@@ -11,7 +12,7 @@ from mindspeed_fx.errors import OptionError
 from mindspeed_fx.megatron import flags
 from mindspeed_fx.planning.predict import settings_from_flags
 from mindspeed_fx.planning.tune import search
-from mindspeed_fx.planning.tune.launch import read_launch
+from mindspeed_fx.planning.tune.launch import SWAPS, read_launch
 from mindspeed_fx.planning.tune.words import changed_flags, with_flag, without_flag
 from tests.megatron.launch import shrink
 
@@ -77,10 +78,31 @@ def test_what_is_fixed_stays():
 
 def test_layers_are_recomputed_where_memory_is_short():
     script = SCRIPTS[DENSE]
-    tuned = search.tune(script.args, script.world, memory="40GiB", fixed=["tp", "pp", "microbatch"])
+    tuned = search.tune(script.args, script.world, memory="40GiB", fixed=["tp", "pp", "microbatch", "swap"])
     assert not tuned.fits and tuned.best.memory.peak <= 40 * 2**30
     count = tuned.best.settings.recompute_layers
     assert count and tuned.words[tuned.words.index("--recompute-num-layers") + 1] == str(count)
+
+
+@pytest.mark.parametrize("kind, faster, part", [("none", 1, 0.9), ("optimizer", 1, 0.75), ("attention", 100, 0.9)])
+def test_what_waits_in_host_memory_where_that_is_faster(kind, faster, part):
+    """A little is made again; behind a link as fast as memory attention is moved; where memory is shorter, states of
+    the optimizer, which --reuse-fp32-param keeps on the device.
+    """
+    script, own = SCRIPTS[DENSE], hardware("ascend910b2")
+    words = [w for w in script.args if w != "--reuse-fp32-param" or kind == "attention"]
+    link = type(own.host_bandwidth)(own.host_bandwidth * faster, "B/s", "of the test", "low")
+    own = dataclasses.replace(own, host_bandwidth=link)
+    fixed = ["tp", "pp", "vpp", "cp", "ep", "microbatch", "zero", "overlap"]
+    launch = read_launch(words, script.world)
+    memory = int(search.peak_memory(launch.model, launch.settings, own.target).peak * part)
+    tuned = search.tune(words, script.world, own, memory, fixed)
+    assert [k for k, flag in SWAPS.items() if flag in tuned.words] == [kind] * (kind != "none")
+    assert settings_from_flags(tuned.words, script.world).offload == tuned.best.settings.offload == kind
+    assert any(r.startswith(f"offload none -> {kind}: ") for r in tuned.reasons) == (kind != "none")
+    if kind != "none":
+        kept = search.tune(words, script.world, own, memory, [*fixed, "swap"])
+        assert kept.best.settings.offload == "none" and kept.best.seconds > tuned.best.seconds
 
 
 def test_a_launch_whose_flags_refuse_all_that_fits_is_an_error():

@@ -67,7 +67,8 @@ def describe(run: Settings) -> str:
     sizes = " ".join(f"{n}={getattr(run, n)}" for n in ("tp", "pp", "vpp", "cp", "ep", "dp") if getattr(run, n) > 1)
     recompute = f", {run.recompute} recompute" if run.recompute != "none" else ""
     layers = f" of {run.recompute_layers} layers" if run.recompute_layers else ""
-    return f"{sizes or 'one device'}, {run.microbatches} x {run.microbatch}, ZeRO {run.zero}{recompute}{layers}"
+    swap = f", {run.offload} on the host" if run.offload != "none" else ""
+    return f"{sizes or 'one device'}, {run.microbatches} x {run.microbatch}, ZeRO {run.zero}{recompute}{layers}{swap}"
 
 
 def complexity(run: Settings) -> tuple[int, ...]:

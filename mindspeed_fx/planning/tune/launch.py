@@ -20,7 +20,7 @@ from mindspeed_fx.planning.predict.launch_flags import SIZES, settings_from_flag
 from mindspeed_fx.planning.predict.settings import Settings
 from mindspeed_fx.planning.tune.words import with_flag, without_flag
 
-SEARCHED = ("tp", "pp", "vpp", "cp", "ep", "microbatch", "recompute", "zero", "overlap")
+SEARCHED = ("tp", "pp", "vpp", "cp", "ep", "microbatch", "recompute", "swap", "zero", "overlap")
 """What is searched, as ``--fix`` names it; dp is what the others leave of the devices."""
 
 LAYOUT = ("pp", "vpp")
@@ -36,15 +36,15 @@ HOLDS: dict[str, tuple[str, ...]] = {
     "--use-nanopipe": LAYOUT,
     "--use-multiparameter-pipeline-model-parallel": LAYOUT,
     "--variable-seq-lengths": LAYOUT,
-    "--moe-fb-overlap": LAYOUT,
-    "--recompute-in-bubble": (*LAYOUT, "recompute"),
+    "--moe-fb-overlap": (*LAYOUT, "swap"),
+    "--recompute-in-bubble": (*LAYOUT, "recompute", "swap"),
     "--recompute-in-advance": (*LAYOUT, "recompute"),
     "--tp-2d": ("tp", "cp"),
     "--unaligned-linear": ("tp",),
     "--moe-tp-extend-ep": ("tp", "ep"),
-    "--use-custom-fsdp": ("tp", "pp", "vpp", "cp", "ep", "zero", "overlap"),
-    "--use-torch-fsdp2": ("tp", "pp", "vpp", "cp", "ep", "zero", "overlap"),
-    "--layerzero": ("tp", "pp", "vpp", "cp", "ep", "zero", "overlap"),
+    "--use-custom-fsdp": ("tp", "pp", "vpp", "cp", "ep", "swap", "zero", "overlap"),
+    "--use-torch-fsdp2": ("tp", "pp", "vpp", "cp", "ep", "swap", "zero", "overlap"),
+    "--layerzero": ("tp", "pp", "vpp", "cp", "ep", "swap", "zero", "overlap"),
     "--reset-attention-mask": ("cp",),
     "--reset-position-ids": ("cp",),
     "--enable-dsa-indexer": ("cp",),
@@ -58,7 +58,10 @@ HOLDS: dict[str, tuple[str, ...]] = {
     "--moe-zero-memory": ("recompute",),
     "--recompute-modules": ("recompute",),
     "--distribute-saved-activations": ("recompute", "tp"),
-    "--swap-optimizer": ("zero", "overlap"),
+    "--swap-optimizer": ("swap", "zero", "overlap"),
+    "--swap-layer-input": ("swap",),
+    "--smart-swap": ("swap",),
+    "--mla-swap-core-attn-out": ("swap",),
 }
 """Flag -> what it fixes: with another value it would have to change too, or is another feature."""
 NOT_MODELLED = (
@@ -80,6 +83,8 @@ NOT_MODELLED = (
     "--layerzero",
 )
 """Flags whose effect on time or memory the prediction has not, or not whole."""
+SWAPS = {"attention": "--swap-attention", "optimizer": "--swap-optimizer"}
+"""What waits in host memory -> its flag."""
 ALGORITHMS = {"ring": "megatron_cp_algo", "ulysses": "ulysses_cp_algo"}
 RECOMPUTE_FLAGS = (
     "--recompute-granularity",
@@ -112,6 +117,14 @@ class Launch:
     def not_modelled(self) -> list[str]:
         return [flag for flag in NOT_MODELLED if flag in self.texts]
 
+    @property
+    def swaps(self) -> tuple[str, ...]:
+        """Values of ``offload`` that may be tried."""
+        if "swap" in self.held:
+            return (self.settings.offload,)
+        keeps_states = "--reuse-fp32-param" in self.texts or self.texts.get("--optimizer", "adam") != "adam"
+        return ("none", *(kind for kind in SWAPS if kind != "optimizer" or not keeps_states))
+
     def words_of(self, run: Settings) -> list[str]:
         """The launch's words with the settings of ``run``; what is as it was stays word for word."""
         old, words = self.settings, self.words
@@ -132,6 +145,9 @@ class Launch:
             words = with_flag(words, "--sequence-parallel", None)
         if (run.recompute, run.recompute_layers) != (old.recompute, old.recompute_layers):
             words = self._recompute(words, run)
+        for kind, flag in SWAPS.items():
+            if (run.offload == kind) != (old.offload == kind):
+                words = with_flag(words, flag, None) if run.offload == kind else without_flag(words, flag)
         for flag, name in (
             ("--use-distributed-optimizer", "zero"),
             ("--overlap-grad-reduce", "overlap_gradients"),

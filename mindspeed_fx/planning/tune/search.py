@@ -178,12 +178,27 @@ def _timed(launch: Launch, model: _Model) -> tuple[list[tuple[float, Settings]],
     runs = list(_candidates(launch, model))
     for number, run in enumerate(runs):
         progress.note("of the model", number, len(runs))
-        least = run if "recompute" in launch.held else _least_recompute(launch, run, model)
-        if least is None or not model.fits(least):
-            too_large += 1
-        else:
-            times.append((model.seconds(least), least))
+        savers = _with_savers(launch, run, model)
+        too_large += not savers
+        if savers:
+            times.append(min(savers, key=lambda pair: pair[0]))
     return times, too_large
+
+
+def _with_savers(launch: Launch, run: Settings, model: _Model) -> list[tuple[float, Settings]]:
+    """``run`` with each kind of swap and as few layers recomputed as fit, and seconds; without swap alone where nothing
+    needs be recomputed.
+    """
+    results = []
+    for kind in launch.swaps:
+        one = dataclasses.replace(run, offload=kind)
+        least = one if "recompute" in launch.held else _least_recompute(launch, one, model)
+        if least is None or not model.fits(least):
+            continue
+        results.append((model.seconds(least), least))
+        if kind == "none" and least.recompute == "none":
+            break
+    return results
 
 
 def _least_recompute(launch: Launch, run: Settings, model: _Model) -> Settings | None:
@@ -269,6 +284,7 @@ def _part(name: str, run: Settings, launch: Launch) -> dict[str, Any] | None:
     """Fields of ``run`` that belong to a name of ``SEARCHED``, as the launch has them; None where they are equal."""
     fields = {
         "recompute": ("recompute", "recompute_layers"),
+        "swap": ("offload",),
         "overlap": ("overlap_gradients", "overlap_parameters"),
         "cp": ("cp", "cp_kind") if run.cp > 1 else ("cp",),
     }.get(name, (name,))
