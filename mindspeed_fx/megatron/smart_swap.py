@@ -1,4 +1,4 @@
-"""``--smart-swap``: how many bytes the graph of a chunk may hold, by what the device has.
+"""``--smart-swap`` and its like: how many bytes the graph of a chunk may hold, by what the device has.
 
 MindSpeed's allocator watches a step and moves activations until the peak is that of the device less a reserve. Here the
 compiler knows what a graph holds before it runs, so that a budget in bytes is enough (option ``memory_budget``). With D
@@ -24,7 +24,7 @@ from mindspeed_fx.cost.hardware import hardware
 from mindspeed_fx.errors import OptionError
 from mindspeed_fx.megatron import groups
 from mindspeed_fx.megatron.flags.flag import get
-from mindspeed_fx.megatron.flags.swapped import GRAPH_MEMORY, RESERVED
+from mindspeed_fx.megatron.flags.swapped import GRAPH_MEMORY, RESERVED, planning_flags
 from mindspeed_fx.options import Options
 
 GIB = 2**30
@@ -101,9 +101,9 @@ def graph_bytes(args: Namespace, own: list[Part], parts: list[Part], alive: int,
     left = device - RESERVED - weights - states
     if left <= 0:
         raise OptionError(
-            f"--smart-swap: the device has {device / GIB:.2f} GiB, of which {RESERVED / GIB:g} are left alone, "
-            f"weights take {weights / GIB:.2f} and gradients and states of the optimizer {states / GIB:.2f}: nothing "
-            "is left for activations; divide the model over more ranks, or give --use-distributed-optimizer or "
+            f"{planning_flags(args)}: the device has {device / GIB:.2f} GiB, of which {RESERVED / GIB:g} are left "
+            f"alone, weights take {weights / GIB:.2f} and gradients and states of the optimizer {states / GIB:.2f}: "
+            "nothing is left for activations; divide the model over more ranks, or give --use-distributed-optimizer or "
             "--swap-optimizer"
         )
     is_added = get(args, "gradient_accumulation_fusion")
@@ -118,7 +118,8 @@ def with_budgets(args: Namespace, chunks: list[torch.nn.Module], here: list[Name
 
     alive = most_alive(args, parallel_state.get_pipeline_model_parallel_rank(), get_num_microbatches())
     owns = [_parts(chunk, parallel_state) for chunk in chunks]
-    parts, device = [part for own in owns for part in own], device_bytes()
+    parts, size = [part for own in owns for part in own], get(args, "adaptive_recompute_device_size", -1)
+    device = size * 2**20 + RESERVED if size > 0 else device_bytes()
     return [
         Namespace(**{**vars(one), GRAPH_MEMORY: graph_bytes(args, own, parts, alive, device)})
         for one, own in zip(here, owns, strict=True)

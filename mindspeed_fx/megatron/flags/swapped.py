@@ -1,7 +1,8 @@
-"""What waits in host memory until its backward: ``--swap-attention``, ``--swap-layer-input``, ``--smart-swap``.
+"""What waits in host memory until its backward: ``--swap-attention``, ``--swap-layer-input``, ``--smart-swap``; and
+flags that plan what is made again by what the device has room for.
 
 All are options of the backend: what a module makes ("offload") or what enters it ("offload_input") is moved in every
-plan, or the planner moves what does not fit.
+plan, or the planner moves, or makes again, what does not fit.
 """
 
 from __future__ import annotations
@@ -22,6 +23,16 @@ GRAPH_MEMORY = "mindspeed_graph_memory"
 """The argument that says how many bytes the graph of a chunk may hold."""
 DIVIDED = ("use_torch_fsdp2", "layerzero", "use_megatron_fsdp", "use_custom_fsdp")
 """Megatron's and MindSpeed's flags with which a rank gathers weights that it does not hold."""
+
+
+PLANNED = {
+    "smart_swap": True,
+    "adaptive_memory_optimization": True,
+    "adaptive_recompute_device_swap": False,
+    "adaptive_recompute_device_size": False,
+}
+"""Flags that ask for a plan within the device's memory -> whether it may move values to host memory. MindSpeed's
+"device-swap" swaps while it profiles, and then recomputes alone."""
 
 
 def _modules(args: Namespace) -> list[str]:
@@ -55,20 +66,40 @@ def swap_input(args: Namespace) -> str:
     return f"the input of every layer but the last of a rank waits in host memory{note}"
 
 
-def smart_swap(args: Namespace) -> str:
-    """Of ``--smart-swap``."""
-    if (asked := _asked_budget()) is not None:
-        return f"what memory_budget {asked!r} of the options has no room for waits in host memory or is made again"
+def plan_memory(args: Namespace) -> str:
+    """Of the flags of ``PLANNED``."""
+    if not _planning(args):
+        return "no effect: a size above 0 is expected"
+    waits = "waits in host memory, or is made again where that is faster" if _moves(args) else "is made again"
+    if (budget := _asked_budget()) is not None:
+        return f"what memory_budget {budget!r} of the options has no room for {waits}"
     for flag in DIVIDED:
         if get(args, flag):
             raise NotDone(
                 f"beside --{flag.replace('_', '-')}, whose gathered weights it does not count; give "
                 'MINDSPEED_FX_OPTIONS={"memory_budget": ...} beside it'
             )
-    return (
-        f"what the device has no room for, less {RESERVED / 2**30:g} GiB, weights, gradients and states of the "
-        "optimizer, waits in host memory, or is made again where that is faster"
-    )
+    size = get(args, "adaptive_recompute_device_size", -1)
+    device = f"{size} MiB have" if size > 0 else f"the device, less {RESERVED / 2**30:g} GiB, has"
+    return f"what {device} no room for beside weights, gradients and states of the optimizer {waits}"
+
+
+def plans_memory(args: Namespace) -> bool:
+    """Whether a flag asks for a plan within the device's memory, and the environment does not say how much that is."""
+    return bool(_planning(args)) and _asked_budget() is None
+
+
+def planning_flags(args: Namespace) -> str:
+    """The flags that ask for it."""
+    return ", ".join(f"--{name.replace('_', '-')}" for name in _planning(args))
+
+
+def _planning(args: Namespace) -> list[str]:
+    return [name for name in PLANNED if (get(args, name) or 0) > 0]  # a size, or True
+
+
+def _moves(args: Namespace) -> bool:
+    return any(PLANNED[name] for name in _planning(args))
 
 
 def options(args: Namespace) -> dict[str, Any]:
@@ -77,9 +108,10 @@ def options(args: Namespace) -> dict[str, Any]:
     names = _modules(args) if get(args, "swap_attention") else []
     names += ["self_attention.core_attention"] if get(args, "mla_swap_core_attn_out") else []
     globs = {f"layers.*.{name}": "offload" for name in names} | _inputs(args)
-    if globs or get(args, "smart_swap"):
+    if globs or _planning(args):
         asked = {"recompute": {**wishes, **globs}} if wishes or globs else {}
-        return {"memory_budget": _budget(args), "offload": True, **asked}
+        moved = {"offload": True} if globs or _moves(args) else {}
+        return {"memory_budget": _budget(args), **moved, **asked}
     if not wishes:
         return {}
     return {"recompute": wishes["policy"] if len(wishes) == 1 else wishes}
@@ -95,19 +127,14 @@ def _inputs(args: Namespace) -> dict[str, str]:
     return {f"decoder.layers.{n}": "offload_input" for n in range(count)}
 
 
-def has_budget() -> bool:
-    """Whether the environment's options have a ``memory_budget``, which then is that of every graph."""
-    return _asked_budget() is not None
-
-
 def _asked_budget() -> float | int | str | None:
     """``memory_budget`` of the environment."""
     return Options.parse({}, os.environ).memory_budget
 
 
 def _budget(args: Namespace) -> float | int | str:
-    """The environment's, or what ``--smart-swap`` asks for, or 1.0, with which nothing but what is named is moved."""
-    asked = _asked_budget()
-    if asked is not None or not get(args, "smart_swap"):
-        return 1.0 if asked is None else asked
+    """The environment's, or what the device has room for, or 1.0, with which nothing but what is named is moved."""
+    budget = _asked_budget()
+    if budget is not None or not _planning(args):
+        return 1.0 if budget is None else budget
     return getattr(args, GRAPH_MEMORY, 1.0)

@@ -47,7 +47,7 @@ def get_model(*args: Any, **kwargs: Any) -> Any:
         nanopipe.prepare(model, getattr(arguments, "use_nanopipe_swap", False))
     if wants_compile():
         here = [recomputed.of_chunk(arguments, unwrap(chunk)) for chunk in model]
-        if getattr(arguments, "smart_swap", False) and not swapped.has_budget():
+        if swapped.plans_memory(arguments):
             here = smart_swap.with_budgets(arguments, model, here)
         for chunk, its_arguments in zip(model, here, strict=True):
             compile_chunk(chunk, flags.backend_options(its_arguments))

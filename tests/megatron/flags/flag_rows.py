@@ -44,7 +44,6 @@ REFUSED = {
     """,
     "memory_budget": """
     --automated-pipeline --mla-zero-memory
-    --adaptive-memory-optimization --adaptive-recompute-device-size=1
     --moe-unperm2-mem-optim-swap --compress-activation=some --compress-dense=level0
     """,
     "mindspeed-fx plan": """
@@ -150,9 +149,6 @@ SETTINGS = {
     """,
     "--automated-pipeline-perf": """
     --optimized-mbs-list=some --optimized-mbs-mode --pp-schedule-list=some --mbs-idx=2
-    """,
-    "--adaptive-recompute-device-size": """
-    --adaptive-recompute-device-swap --adaptive-recompute-profiling-step=12
     """,
     "--moe-adaptive-recompute-activation": """
     --moe-adaptive-recompute-activation-scale=2.5

@@ -293,6 +293,23 @@ MEMORY = {
         ),
         ("--smart-swap --use-torch-fsdp2", dict(error="beside --use-torch-fsdp2, whose gathered weights")),
     ],
+    "--adaptive-memory-optimization": [
+        ("--adaptive-memory-optimization", dict(says="waits in", options={"memory_budget": 1.0, "offload": True})),
+        ("--adaptive-memory-optimization --use-torch-fsdp2", dict(error="whose gathered weights")),
+    ],
+    "--adaptive-recompute-device-size": [
+        ("--adaptive-recompute-device-size 512", dict(says="512 MiB have", options={"memory_budget": 1.0})),
+        ("--adaptive-recompute-device-size 0", dict(says="no effect")),
+        ("--adaptive-recompute-device-size 512 --use-torch-fsdp2", dict(error="whose gathered weights")),
+    ],
+    "--adaptive-recompute-device-swap": [
+        ("--adaptive-recompute-device-swap", dict(says="is made again", options={"memory_budget": 1.0})),
+        ("--adaptive-recompute-device-swap --swap-layer-input", dict(says="is made again")),
+        ("--adaptive-recompute-device-swap --use-torch-fsdp2", dict(error="whose gathered weights")),
+    ],
+    "--adaptive-recompute-profiling-step": [
+        ("--adaptive-recompute-profiling-step 5", dict(says="nothing is profiled")),
+    ],
     "--swap-modules": [
         (
             "--swap-attention --swap-modules mlp",

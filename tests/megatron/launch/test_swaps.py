@@ -120,6 +120,17 @@ def test_what_a_small_device_has_no_room_for():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "words, moves", [("--adaptive-memory-optimization", True), ("--adaptive-recompute-device-swap", False)]
+)
+def test_what_is_planned_without_profiling(words, moves):
+    lean = check(WIDE, words, 1, {**COMPILED, "BYTES": str(DEVICE)}, "small_device")
+    (((budget,),), ((peak, _, count, again),)) = events(lean, "budget"), events(lean, "plan")
+    assert budget == DEVICE - 2 * WEIGHTS and peak <= budget
+    assert bool(count) == moves == bool(moved(lean)) and again
+
+
+@pytest.mark.slow
 def test_a_budget_of_the_user_s_own():
     """In place of the device's; none moves where all fits."""
     for given, moves in (("6250KiB", True), ("1GiB", False)):
