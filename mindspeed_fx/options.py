@@ -70,6 +70,10 @@ class Options:
     "offload_input" (what enters the module), as in {"layers.*.mlp.act": "recompute"}, where the key "policy" may name
     who decides the rest; of several globs that match the last one counts. See docs/memory.md."""
 
+    regather: bool = False
+    """What a rank gathered from others for its products is gathered again in the backward, instead of kept whole, as
+    Megatron's sequence parallelism does; its training loop sets it."""
+
     offload: bool = False
     """With a ``memory_budget``: saved activations may also wait in host memory, copied while the device computes,
     where the link hides that and recomputing them would take longer."""
@@ -140,7 +144,7 @@ class Options:
             if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
                 raise OptionError(f'option "{name}" takes a list of pass names or globs, not {value!r}')
             object.__setattr__(self, name, tuple(value))
-        for name in ("strict", "certify", "count_flops", "offload"):
+        for name in ("strict", "certify", "count_flops", "offload", "regather"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f'option "{name}" takes True or False, not {getattr(self, name)!r}')
         if self.dump is not None:

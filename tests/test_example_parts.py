@@ -42,6 +42,7 @@ GIVEN = {
     "memory_budget": (["24GiB"], "24GiB"),
     "recompute": (["selective"], "selective"),
     "offload": ([], True),
+    "regather": ([], True),
     "count_flops": ([], True),
     "host_memory": (["64GiB"], "64GiB"),
     "host_bandwidth": (["50GB"], "50GB"),

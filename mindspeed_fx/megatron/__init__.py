@@ -82,8 +82,9 @@ _LIMITS = (
     "Deferred embedding weight gradients, and main_grad under Megatron's FSDP, stay with Megatron's autograd.Function, "
     "which writes outside the graph and breaks it. With gradient_accumulation_fusion the flag grad_added_to_main_grad "
     "is not set in a graph; DistributedDataParallel adds a gradient of zeros.",
-    "In a graph the gathered input of a sequence-parallel linear is kept for its weight gradient; Megatron gathers it "
-    "again in the backward.",
+    "A graph compiled without Megatron's training loop keeps the gathered input of a sequence-parallel linear for "
+    "its weight gradient; the loop sets option regather, with which it is gathered again in the backward, as Megatron "
+    "does.",
     "Sequence shards of uneven size (output_split_sizes, input_split_sizes) are lengthened to the longest in a graph, "
     "and on a CPU in eager mode too.",
     "Label smoothing with tensor parallelism smooths over the whole vocabulary in a graph, so that the loss does not "

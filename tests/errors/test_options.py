@@ -44,7 +44,7 @@ def option(name: str, value: object, *words: str, beside: dict | None = None):
 
 NAN, INFINITE = float("nan"), float("inf")
 OFFLOADED = {"offload": True, "memory_budget": "min"}
-BOOLEANS = ("offload", "certify", "count_flops", "strict")
+BOOLEANS = ("offload", "certify", "count_flops", "strict", "regather")
 
 VALUES = [
     *[option("level", v, "0, 1, 2") for v in (3, -1, True, 1.0, "1", None, [1])],

@@ -50,12 +50,17 @@ def get_model(*args: Any, **kwargs: Any) -> Any:
         if swapped.plans_memory(arguments):
             here = smart_swap.with_budgets(arguments, model, here)
         for chunk, its_arguments in zip(model, here, strict=True):
-            compile_chunk(chunk, flags.backend_options(its_arguments))
+            compile_chunk(chunk, {**_gathering(arguments), **flags.backend_options(its_arguments)})
     if getattr(arguments, "recompute_in_advance", False):
         ripipe.prepare(model, ripipe.ALWAYS, _is_whole, unwrap)
     elif getattr(arguments, "recompute_in_bubble", False):
         ripipe.prepare(model, ripipe.BEYOND, lambda chunk: True, unwrap)
     return model
+
+
+def _gathering(args: Any) -> dict[str, bool]:
+    """Megatron keeps a rank's own tokens, and gathers them again in the backward."""
+    return {"regather": True} if getattr(args, "sequence_parallel", False) else {}
 
 
 def _is_whole(model: Any) -> bool:

@@ -2,7 +2,7 @@
 
 * ``constraint.py``: a plan's edges become calls in the captured graph
 * ``token_dispatch.py``: finds the mixtures whose tokens go to experts on other ranks
-* ``regather.py``: collectives that the backward recomputes
+* ``regather.py``: collectives that the backward recomputes; ``gathered_inputs.py``: those of a model parallel by hand
 * ``verify.py``: no collective too many
 * ``recognize.py``: which plan a graph's collectives amount to
 """

@@ -7,6 +7,8 @@ torch's partitioner keeps the result of every collective, whatever is decided ab
 * ``recompute: norm+activation_function``, or another word: activations that were gathered for a layer are gathered
   again, from the part at hand
 
+Without a plan, option "regather" asks for the last of these, as Megatron's sequence parallelism has it.
+
 They are marked in the joint graph as ``torch.utils.checkpoint`` marks its regions, which the partitioner and every
 planner here honor. The graph is the same on every rank, and so is what is marked.
 """
@@ -23,6 +25,7 @@ from mindspeed_fx.graph.collectives import is_start, is_wait
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.graph.storage import is_view
 from mindspeed_fx.passes.base import Context, PassReport, register, site
+from mindspeed_fx.passes.sharding.gathered_inputs import mark_gathered_inputs
 from mindspeed_fx.passes.sharding.recognize import kind_of
 from mindspeed_fx.passes.sharding.verify import forward_of
 
@@ -37,6 +40,9 @@ def regather(gm: fx.GraphModule, context: Context) -> PassReport:
     """Marks collectives of the forward that a plan wants recomputed: zero3's, and those of recomputed layers."""
     report, result = PassReport(NAME), context.sharding
     if result is None or result.program is None:
+        if context.options.regather:
+            mark_gathered_inputs(gm, report)
+            return report
         return report.note_reason("the model is not parallelized (mindspeed_fx.parallelize)")
     plan, mesh = result.plan, result.sharding.mesh
     whole = {mesh.get_group(d).group_name for d, stage in plan.gather.items() if stage == "zero3"}
