@@ -33,10 +33,12 @@ def divided_word(dim: int, sizes: Sequence[int] = ()) -> str:
 
 
 def gathered_layers(model: nn.Module, others: Mapping[str, nn.Module], roles: Roles | None) -> dict[str, nn.Module]:
-    """Linear layers whose results the graph needs whole: divided by columns too, with a gather behind them."""
+    """Linear layers whose results the graph needs whole: divided by columns too, with a gather behind them. One
+    of a single result, such as the gate of a shared expert, has no columns to divide."""
     if roles is None:
         return {}
-    return {n: m for n, m in linear_layers(model).items() if n not in others and f"{n}.weight" in roles.whole}
+    whole = {n: m for n, m in linear_layers(model).items() if n not in others and f"{n}.weight" in roles.whole}
+    return {n: m for n, m in whole.items() if m.weight.shape[result_dim(m)] > 1}
 
 
 def column_and_row_layers(

@@ -354,6 +354,8 @@ def _sequence(model: nn.Module, *dims: str) -> dict[str, dict[str, str]]:
 
 
 def whole_layers(model: nn.Module, plan: Plan) -> list[str]:
-    """Linear layers of which ``plan`` divides no weight: packed projections and those whose names say nothing."""
-    placed = {n: placement_of(plan.parameters, f"{n}.weight", "parameter") for n in linear_layers(model)}
+    """Linear layers of several results of which ``plan`` divides no weight: packed projections and those whose names
+    say nothing."""
+    several = [n for n, m in linear_layers(model).items() if m.weight.shape[result_dim(m)] > 1]
+    placed = {n: placement_of(plan.parameters, f"{n}.weight", "parameter") for n in several}
     return [n for n, words in placed.items() if all(w == "R" for w in words.values())]

@@ -57,7 +57,7 @@ def test_every_score_once_and_as_many_on_every_rank(ranks, half, window):
         work.append(half * (2 * half + 1))
         for step in (mine := at(r, ranks, window=math.gcd(ranks, window))).steps():
             there = torch.tensor(chunks[mine.owner(r, *step)])
-            for row, column in mine.blocks(*step, half):
+            for row, column in ((i * half, j * half) for i, j in mine.blocks(*step)):
                 computed[own[row : row + half].unsqueeze(1), there[column : column + half]] += 1
                 work[-1] += half * half
     assert torch.equal(computed, torch.ones_like(computed).tril())

@@ -131,6 +131,25 @@ def test_a_layer_whose_results_are_needed_whole_is_divided_and_gathered():
     assert presets.whole_layers(LowRank(), plan) == []
 
 
+class SharedGate(LowRank):
+    """A factor for each token, as in front of a shared expert."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(16, 1).double()
+
+    def forward(self, x):
+        return super().forward(x) * torch.sigmoid(self.gate(x)).mean()
+
+
+@pytest.mark.parametrize("plan", ["tp", "tp_sp", "tp_2d"])
+def test_a_layer_of_one_result_has_no_columns(plan):
+    x = torch.empty(2, 8, 16, dtype=torch.float64)
+    found = named_plan(plan, SharedGate(), args=(x,))
+    assert not any("gate" in name for name in (*found.parameters, *found.modules))
+    assert presets.whole_layers(SharedGate(), found) == []
+
+
 class Scanned(nn.Module):
     """A state-space layer: a packed projection, a filter of each channel, decays of each, a convolution's bias."""
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
-from mindspeed_fx.compat import autocast, dtensor, dynamo, packed_shards, strided_shards, symbols, tracing
+from mindspeed_fx.compat import autocast, dtensor, dynamo, even_shards, packed_shards, strided_shards, symbols, tracing
 from mindspeed_fx.errors import OptionError
 from mindspeed_fx.graph.annotate import bodies
 from mindspeed_fx.graph.provenance import module_path
@@ -70,6 +70,7 @@ class Program(torch.nn.Module):
         strided_shards.part_strided_shards_of_changing_sizes()
         symbols.multiply_two_at_a_time()
         symbols.price_sizes_as_traced()
+        even_shards.part_even_shards_alike()
         object.__setattr__(self, "graph", graph)
         self.plan, self.mesh, self.values = plan, mesh, values
         self.place = ""

@@ -35,7 +35,7 @@ from mindspeed_fx.sharding.plan import ShardingError
 from mindspeed_fx.sharding.spmd import ring_dropout
 from mindspeed_fx.sharding.spmd.block_schedule import PER_RANK, BlockSchedule, best, needed_blocks
 from mindspeed_fx.sharding.spmd.ring_blocks import Exchange, ScheduledAttention, sinks_gradient, with_sinks
-from mindspeed_fx.sharding.spmd.ring_messages import KeptKeys, Ring, RotatingGradients, RotatingKeys
+from mindspeed_fx.sharding.spmd.ring_messages import KeptKeys, Ring, RotatingGradients, RotatingKeys, take_half
 
 ops = torch.ops.mindspeed
 
@@ -187,23 +187,23 @@ def schedule_for(size: int, ranks: int, causal: bool, window: int, known: Tensor
     return best(need, ranks, rows)
 
 
-def _take_chunks(x: Tensor, starts: Sequence[int], half: int) -> Tensor:
+def _take_chunks(x: Tensor, numbers: Sequence[int]) -> Tensor:
     """Two chunks of x [batch, heads, sequence, dim], one behind the other along the batch. The first one is the same on
     every rank and is taken by another operator than the second: where both are equal, one rank's graph would else have
-    a node less."""
-    return torch.cat([x.chunk(2, 2)[starts[0] // half], x.narrow(2, starts[1], half)])
+    a node less. The second is taken by its number, for where it begins may be a symbol on one rank alone."""
+    return torch.cat([x.chunk(2, 2)[numbers[0]], take_half(x, numbers[1], 2)])
 
 
-def _take_biases(bias: Tensor | None, starts: Sequence[int], half: int, batch: int) -> Tensor | None:
+def _take_biases(bias: Tensor | None, numbers: Sequence[int], batch: int) -> Tensor | None:
     """Of what is added for each key, [1, heads, 1, keys], the two chunks, as :func:`_take_chunks` takes the keys."""
     if bias is None:
         return None
-    chunks = (bias.chunk(2, 3)[starts[0] // half], bias.narrow(3, starts[1], half))
+    chunks = (bias.chunk(2, 3)[numbers[0]], take_half(bias, numbers[1], 3))
     return torch.cat([chunk.expand(batch, -1, -1, -1) for chunk in chunks])
 
 
-def _put(x: Tensor, chunk: Tensor, start: int) -> Tensor:
-    return torch.slice_scatter(x, chunk, 2, start, start + chunk.shape[2])
+def _put(x: Tensor, chunk: Tensor, number: int) -> Tensor:
+    return x.unflatten(2, (2, -1)).select_scatter(chunk, 2, number).flatten(2, 3)
 
 
 class RingAttention(torch.autograd.Function):
@@ -226,7 +226,7 @@ class RingAttention(torch.autograd.Function):
         ring: Ring,
     ) -> Tensor:
         q, k, v = ring.balanced(q, k, v)
-        keys, half, travel = (k, v), q.shape[2] // 2, RotatingKeys(ring, k, v)
+        keys, travel = (k, v), RotatingKeys(ring, k, v)
         out, lse = _attention(q, k, v, ring.mask_for(mask, 0, 0), ring.mask_for(keep, 0, 0), ring)
         out = out.to(accumulation_dtype(q.dtype))
         for at in ring.steps():
@@ -236,21 +236,20 @@ class RingAttention(torch.autograd.Function):
                 block = _attention(q, k, v, ring.mask_for(mask, *at), ring.mask_for(keep, *at), ring)
                 out, lse = ops.ring_attention_update(out, lse, *block)
                 continue
-            rows, columns = zip(*ring.blocks(*at, half))
+            rows, columns = zip(*ring.blocks(*at))
             blocks = _attend(
-                _take_chunks(q, rows, half),
-                _take_chunks(k, columns, half),
-                _take_chunks(v, columns, half),
-                _take_biases(ring.mask_for(mask, *at), columns, half, q.shape[0]),
-                ring_dropout.take_blocks(ring.mask_for(keep, *at), rows, columns, half),
+                _take_chunks(q, rows),
+                _take_chunks(k, columns),
+                _take_chunks(v, columns),
+                _take_biases(ring.mask_for(mask, *at), columns, q.shape[0]),
+                ring_dropout.take_blocks(ring.mask_for(keep, *at), rows, columns),
                 False,
                 ring,
             )
-            for start, block, block_lse in zip(rows, *(x.chunk(2) for x in blocks)):
-                new, new_lse = ops.ring_attention_update(
-                    out.narrow(2, start, half), lse.narrow(2, start, half), block, block_lse
-                )
-                out, lse = _put(out, new, start), _put(lse, new_lse, start)
+            for number, block, block_lse in zip(rows, *(x.chunk(2) for x in blocks)):
+                before = take_half(out, number, 2), take_half(lse, number, 2)
+                new, new_lse = ops.ring_attention_update(*before, block, block_lse)
+                out, lse = _put(out, new, number), _put(lse, new_lse, number)
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks)
         out, ctx.ring = out.to(q.dtype), ring
@@ -260,7 +259,7 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ring, (q, out, lse, sinks, mask, keep, k, v, *kept) = ctx.ring, ctx.saved_tensors
-        dtypes, wide, half = (k.dtype, v.dtype), accumulation_dtype(q.dtype), q.shape[2] // 2
+        dtypes, wide = (k.dtype, v.dtype), accumulation_dtype(q.dtype)
         (grad,) = ring.balanced(grad)
         travel, home = KeptKeys(ring, k, v, kept), RotatingGradients(ring)
         own, kept_own = ring.mask_for(mask, 0, 0), ring.mask_for(keep, 0, 0)
@@ -273,18 +272,17 @@ class RingAttention(torch.autograd.Function):
             )  # arrive, as the keys that they belong to did, while this step is computed
             k, v = travel.on(*at)
             if ring.causal:
-                rows, columns = zip(*ring.blocks(*at, half))
+                rows, columns = zip(*ring.blocks(*at))
                 arguments = [
-                    _take_chunks(x, starts, half)
-                    for x, starts in ((grad, rows), (q, rows), (k, columns), (v, columns), (out, rows), (lse, rows))
+                    _take_chunks(x, numbers)
+                    for x, numbers in ((grad, rows), (q, rows), (k, columns), (v, columns), (out, rows), (lse, rows))
                 ]
-                biases = _take_biases(ring.mask_for(mask, *at), columns, half, q.shape[0])
-                dropped = ring_dropout.take_blocks(ring.mask_for(keep, *at), rows, columns, half)
+                biases = _take_biases(ring.mask_for(mask, *at), columns, q.shape[0])
+                dropped = ring_dropout.take_blocks(ring.mask_for(keep, *at), rows, columns)
                 blocks = _attend_backward(*arguments, biases, dropped, False, ring)
                 before = behind() or [torch.zeros_like(g) for g in gradients]
                 dq, *gradients = (
-                    _add_chunks(x, starts, b, half)
-                    for x, starts, b in zip((dq, *before), (rows, columns, columns), blocks)
+                    _add_chunks(x, numbers, b) for x, numbers, b in zip((dq, *before), (rows, columns, columns), blocks)
                 )
             else:
                 allowed, dropped = ring.mask_for(mask, *at), ring.mask_for(keep, *at)
@@ -334,7 +332,7 @@ def _attention(
     return torch.where(seen.unsqueeze(-1), out, 0.0), torch.where(seen, lse, NO_KEY)
 
 
-def _add_chunks(x: Tensor, starts: Sequence[int], blocks: Tensor, half: int) -> Tensor:
-    for start, block in zip(starts, blocks.chunk(2)):
-        x = _put(x, x.narrow(2, start, half) + block, start)
+def _add_chunks(x: Tensor, numbers: Sequence[int], blocks: Tensor) -> Tensor:
+    for number, block in zip(numbers, blocks.chunk(2)):
+        x = _put(x, take_half(x, number, 2) + block, number)
     return x

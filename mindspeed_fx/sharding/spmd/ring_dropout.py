@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mindspeed_fx.kernels import attention as plain
 from mindspeed_fx.kernels.base import accumulation_dtype
+from mindspeed_fx.sharding.spmd.ring_messages import take_half
 
 
 def attention(
@@ -59,10 +60,10 @@ def attention_backward(
     return plain.gradients(q, k, v, qw, kw, g, weights * keep, ds, scale)
 
 
-def take_blocks(keep: Tensor | None, rows: Sequence[int], columns: Sequence[int], half: int) -> Tensor | None:
+def take_blocks(keep: Tensor | None, rows: Sequence[int], columns: Sequence[int]) -> Tensor | None:
     """Of [batch, heads, rows, keys] the two blocks of a chunk of rows by a chunk of keys, one behind the other along
     the batch; the first by another operator than the second, as :mod:`ring` takes chunks."""
     if keep is None:
         return None
-    first = keep.chunk(2, 2)[rows[0] // half].chunk(2, 3)[columns[0] // half]
-    return torch.cat([first, keep.narrow(2, rows[1], half).narrow(3, columns[1], half)])
+    first = keep.chunk(2, 2)[rows[0]].chunk(2, 3)[columns[0]]
+    return torch.cat([first, take_half(take_half(keep, rows[1], 2), columns[1], 3)])

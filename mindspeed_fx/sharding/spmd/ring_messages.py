@@ -82,8 +82,8 @@ class Ring:
         """The columns of ``mask`` [..., sequence], in the order of the ranks, for the keys that a rank has then."""
         if mask is None:
             return None
-        columns = mask.shape[-1] // self.ranks
-        return mask.narrow(-1, self.by_rank(lambda r: self.owner(r, round_, step)) * columns, columns)
+        owner = self.by_rank(lambda r: self.owner(r, round_, step))
+        return mask.unflatten(-1, (self.ranks, -1)).select(-2, owner)
 
     def by_rank(self, value: Callable[[int], int]) -> int:
         """``value(rank)`` on each rank of the ring."""
@@ -145,12 +145,17 @@ class Ring:
         second = self.by_rank(lambda r: int(self._owner(2 * r) <= self._owner(2 * r + 1)))
         return torch.cat([chunks.narrow(0, first, 1), chunks.narrow(0, second, 1)])
 
-    def blocks(self, round_: int, step: int, half: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Two pairs (first query, first key) of what a rank computes with the keys that it has then: its second chunk
-        sees their first, and then, if they come from before, its first chunk sees their first, else its second their
-        second."""
-        other = self.by_rank(lambda r: 0 if self.owner(r, round_, step) < r else half)
-        return (half, 0), (other, other)
+    def blocks(self, round_: int, step: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Two pairs (chunk of queries, chunk of keys) of what a rank computes with the keys that it has then: its
+        second chunk sees their first, and then, if they come from before, its first chunk sees their first, else its
+        second their second."""
+        other = self.by_rank(lambda r: 0 if self.owner(r, round_, step) < r else 1)
+        return (1, 0), (other, other)
+
+
+def take_half(x: Tensor, number: int, dim: int) -> Tensor:
+    """The first (0) or second (1) half of ``x`` along ``dim``."""
+    return x.unflatten(dim, (2, -1)).select(dim, number)
 
 
 @dataclass
