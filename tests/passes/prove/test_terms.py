@@ -102,6 +102,7 @@ OTHER = {
     ),
     "root of a square": (lambda: f.power(f.power(x(ROW), 2), 0.5), lambda: x(ROW)),
     "place": (lambda: x(ROW), lambda: x(J)),
+    "logarithm of a product": (lambda: f.logarithm(mul(x(ROW), x(J))), lambda: f.logarithm(mul(x(ROW), x(B)))),
 }
 
 
