@@ -39,3 +39,9 @@ def test_a_norm_is_computed_in_float32():
     y, rstd = ops.rms_norm(x, None, 1e-6, True)
     torch.testing.assert_close(rstd, torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-6), rtol=1e-6, atol=0)
     assert torch.equal(y, (wide * rstd).bfloat16())
+
+
+def test_gradients_of_what_lies_in_another_order_are_contiguous():
+    grad, x, up = (torch.randn(4, 3, 8).transpose(0, 1) for _ in range(3))
+    results = ops.weighted_swiglu_backward(grad, x, up, torch.randn(3, 4, 1))
+    assert [r.stride() for r in results] == [(32, 8, 1), (32, 8, 1), (4, 1, 1)]

@@ -8,9 +8,10 @@ from torch import nn
 
 from mindspeed_fx.planning.prove_plan import prove_plan
 from mindspeed_fx.sharding.audit.relations.collectives import own, piece
-from mindspeed_fx.sharding.audit.relations.compare import divided, whole_inputs
+from mindspeed_fx.sharding.audit.relations.compare import compare_part, divided, whole_inputs
 from mindspeed_fx.sharding.audit.relations.indexing import _expand
 from mindspeed_fx.sharding.audit.relations.moves import cut
+from mindspeed_fx.sharding.audit.relations.numbers import Numeric
 from mindspeed_fx.sharding.audit.relations.parts import Digit, Part, Terms, Unproved, profile, regrouped
 from mindspeed_fx.sharding.audit.relations.rules import dot, pointwise
 from tests.sharding.llama import Layer
@@ -186,6 +187,12 @@ def test_pieces_of_a_dimension_are_cut_where_ranks_have_it_whole():
     whole = whole_inputs(terms, ["y"], [(4, 6)])[0]
     mine = own(terms, piece(whole, 0, 2, [0, 1]), places, terms.ranks)
     assert mine == divided(whole, [("tp", 0)], terms.ranks)
+
+
+def test_what_follows_from_integers_is_said_to():
+    (x,) = whole_inputs(Terms({}), ["x"], [(4,)])
+    for pair in ((Numeric(), x), (x, Numeric())):
+        assert compare_part("y", *pair, None).reason.startswith("follows from integers")
 
 
 def test_what_is_expanded_to_its_own_sizes_stays_itself():

@@ -228,6 +228,7 @@ REFUSED = [
     ),
     (*chosen(t(8, 16, dtype=F64)), "logits is float64"),
     (*chosen(bias=t(16)), "softmax of the chosen logits alone"),
+    (*chosen(t(8, 4), k=5), "k is 5; valid: 1 to 4"),
     (*chosen(t(8, 1025), k=1025), "k is 1025; valid: 1 to 1024"),
     (*chosen(t(8, 2049), bias=t(2049)), "experts is 2049; valid: 1 to 2048"),
     (*chosen(t(8, 6), groups=3, kept=2), "experts of a group is 2; valid: 3 to 2048"),
