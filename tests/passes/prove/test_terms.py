@@ -12,7 +12,7 @@ from mindspeed_fx.passes.prove.integers import bounds, floor_div, remainder
 from mindspeed_fx.passes.prove.rules.base import RULES
 from mindspeed_fx.passes.prove.rules.products import matmul
 from mindspeed_fx.passes.prove.sums import reduced, sum_of
-from mindspeed_fx.passes.prove.terms import add, const, infinity, mul, of, scale, sub, variable
+from mindspeed_fx.passes.prove.terms import TooLarge, add, const, infinity, mul, of, scale, sub, variable
 
 N = 64
 ROW, J, B = (of(variable(name, size)) for name, size in (("i0", N), ("i1", N), ("i2", 4)))
@@ -130,3 +130,14 @@ def test_quotients_and_ranges_of_indices():
 def test_memory_of_truth_values_holds_truth_values():
     flag = _undefined(OUT.bool(), "memory").at((ROW,))
     assert mul(flag, flag) is flag
+
+
+def test_sums_over_as_many_indices_as_are_tried():
+    def nested(sizes, places=()):
+        if not sizes:
+            return f.load("x", places, "real")
+        return sum_of(sizes[0], lambda i: nested(sizes[1:], (*places, i)))
+
+    assert len(nested([2, 3, 4, 5, 6]).terms) == 1
+    with pytest.raises(TooLarge, match="a sum over 6 indices"):
+        nested([2, 3, 4, 5, 6, 7])
