@@ -233,3 +233,9 @@ def test_a_seeded_dropout_draws_compares_chooses_scales_and_adds():
     x, seed = (spec(torch.empty(n, device="meta"), int) for n in (8, 1))
     cost = REGISTRY[torch.ops.mindspeed.dropout_add_seeded.default].cost(x, x, None, x, seed, 0.1)
     assert cost.vector == 8 * (DRAWN + 4)
+
+
+def test_a_gradient_in_another_type_is_read_and_not_written():
+    wide, narrow = (spec(torch.empty(8, dtype=dtype, device="meta"), int) for dtype in (torch.float32, torch.bfloat16))
+    cost = REGISTRY[torch.ops.mindspeed.activation_backward.default].cost(narrow, wide, narrow, "squared_relu")
+    assert (cost.read, cost.write) == (8 * 4 + 8 * 2, 8 * 2)
