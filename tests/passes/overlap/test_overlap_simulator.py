@@ -39,7 +39,9 @@ def test_an_order_is_kept_as_it_was_given():
     assert t.order == [0, 1, 2, 3]
 
 
-def test_without_transfers_nothing_could_be_hidden():
+def test_how_much_of_what_could_be_hidden_is():
+    assert share_hidden(simulate(gather_then_two_products())) == 0.0
+    assert share_hidden(schedule(gather_then_two_products(), allowance=5)) == 1.0
     assert share_hidden(simulate(TaskGraph([Task("alone", 1.0, COMPUTE, ())]))) is None
 
 
