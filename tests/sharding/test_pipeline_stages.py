@@ -131,7 +131,7 @@ class Early(Learned):
 
     def forward(self, ids, labels):
         first = self.layers[0](self.table(ids))
-        return (self.layers[1](first).sum(-1) - labels).square().mean(), first
+        return (self.layers[1](first).sum(-1) - labels).square().mean(), first.sin()
 
 
 def test_results_of_the_first_stage_travel_to_the_last():
