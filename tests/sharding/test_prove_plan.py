@@ -203,3 +203,21 @@ def test_what_is_expanded_to_its_own_sizes_stays_itself():
     assert _expand(terms, [x], node) == x
     node.meta["val"] = torch.empty(3, 4)
     assert _expand(terms, [x], node).term != x.term
+
+
+class Halves(nn.Module):
+    """Each second element times the one behind it."""
+
+    def forward(self, x):
+        return torch.relu(x[..., ::2]) * x[..., 1::2]
+
+
+@pytest.mark.parametrize("start, step, state", [(0, 2, "proved"), (1, 2, "unknown"), (0, 1, "unknown")])
+def test_each_second_element_is_a_tensor_of_its_own(start, step, state):
+    def edit(_rank, graph):
+        first = next(n for n in graph.nodes if n.target is torch.ops.aten.slice.Tensor and n.args[-1] == 2)
+        first.args = (first.args[0], 1, start, start + 8 * step, step)
+
+    with torch.device("meta"):
+        result = prove_plan(Halves(), {"dp": 2}, "zero2", torch.empty(4, 16), edit=edit)
+    assert result.results[0].state == state, str(result)

@@ -11,7 +11,7 @@ from mindspeed_fx.passes.prove.evaluate import _undefined, leaf
 from mindspeed_fx.passes.prove.integers import bounds, floor_div, remainder
 from mindspeed_fx.passes.prove.rules.base import RULES
 from mindspeed_fx.passes.prove.rules.products import matmul
-from mindspeed_fx.passes.prove.sums import reduced, sum_of
+from mindspeed_fx.passes.prove.sums import reduced, sum_of, whole
 from mindspeed_fx.passes.prove.terms import TooLarge, add, const, infinity, mul, of, scale, sub, variable
 
 N = 64
@@ -88,6 +88,10 @@ SAME = {
         lambda: sum_of(N, lambda j: mul(c.is_zero(sub(j, ROW)), x(j))),
         lambda: x(ROW),
     ),
+    "sum in any order": (
+        lambda: sum_of(N, lambda j: f.power(x(whole("order 0 False", [((N,), x)], (j,))), 2)),
+        lambda: sum_of(N, lambda j: f.power(x(j), 2)),
+    ),
     "matrix times vector": (
         times_vector,
         lambda: sum_of(8, lambda j: mul(f.load("w", (ROW, j), "real"), f.load("v", (j,), "real"))),
@@ -102,6 +106,14 @@ OTHER = {
     ),
     "root of a square": (lambda: f.power(f.power(x(ROW), 2), 0.5), lambda: x(ROW)),
     "place": (lambda: x(ROW), lambda: x(J)),
+    "a sum of two orders": (
+        lambda: sum_of(N, lambda j: mul(x(j), x(whole("order 0 False", [((N,), x)], (j,))))),
+        lambda: sum_of(N, lambda j: f.power(x(j), 2)),
+    ),
+    "some places in order": (
+        lambda: sum_of(N // 2, lambda j: x(whole("order 0 False", [((N,), x)], (j,)))),
+        lambda: sum_of(N // 2, x),
+    ),
     "logarithm of a product": (lambda: f.logarithm(mul(x(ROW), x(J))), lambda: f.logarithm(mul(x(ROW), x(B)))),
 }
 
