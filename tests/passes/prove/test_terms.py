@@ -58,6 +58,11 @@ def times_vector():
     return matmul(OUT, w, v).at((ROW,))
 
 
+def ordered(j):
+    """The place of the j-th smallest of x."""
+    return whole("order 0 False", [((N,), lambda i: x(*i))], (j,))
+
+
 SAME = {
     "variance": (
         lambda: scale(sum_of(N, lambda j: f.power(sub(x(j), mean()), 2)), 1 / N),
@@ -89,7 +94,7 @@ SAME = {
         lambda: x(ROW),
     ),
     "sum in any order": (
-        lambda: sum_of(N, lambda j: f.power(x(whole("order 0 False", [((N,), x)], (j,))), 2)),
+        lambda: sum_of(N, lambda j: f.power(x(ordered(j)), 2)),
         lambda: sum_of(N, lambda j: f.power(x(j), 2)),
     ),
     "matrix times vector": (
@@ -107,11 +112,11 @@ OTHER = {
     "root of a square": (lambda: f.power(f.power(x(ROW), 2), 0.5), lambda: x(ROW)),
     "place": (lambda: x(ROW), lambda: x(J)),
     "a sum of two orders": (
-        lambda: sum_of(N, lambda j: mul(x(j), x(whole("order 0 False", [((N,), x)], (j,))))),
+        lambda: sum_of(N, lambda j: mul(x(j), x(ordered(j)))),
         lambda: sum_of(N, lambda j: f.power(x(j), 2)),
     ),
     "some places in order": (
-        lambda: sum_of(N // 2, lambda j: x(whole("order 0 False", [((N,), x)], (j,)))),
+        lambda: sum_of(N // 2, lambda j: x(ordered(j))),
         lambda: sum_of(N // 2, x),
     ),
     "logarithm of a product": (lambda: f.logarithm(mul(x(ROW), x(J))), lambda: f.logarithm(mul(x(ROW), x(B)))),
