@@ -171,7 +171,6 @@ def _of_parts(
             kept = [d for d in source.dims if d != dim or not removed]
             return source.at(*(d - (removed and dim < d) for d in kept))
         edges = _edges(node, before[dim])
-        removed = removed and len(edges) > 0
     results = _cut(source, edges, before[source.dim], cuts, target)
     if target in (aten.select.int, aten.unbind.int):
         if len(source.dims) < 2:

@@ -14,6 +14,7 @@ from mindspeed_fx.cost.device import Constant
 from mindspeed_fx.cost.hardware import hardware, names
 from mindspeed_fx.cost.operators import SOFTMAX, Cost, attention, spec, visible_scores
 from mindspeed_fx.kernels import REGISTRY
+from mindspeed_fx.kernels.dropout_add_seeded import DRAWN
 from mindspeed_fx.planning.verify_device.operators import calls
 
 SIZES = (2, 10, 4, 2, 4, 8)
@@ -226,3 +227,15 @@ def test_of_attentions_results_output_and_logsumexp_are_counted_alone():
     q, lse = torch.empty(1, 2, 8, 4), torch.empty(1, 2, 8)
     out, more = specs((q, lse)), specs((q, lse, lse, lse))
     assert aten._flash(more, *specs((q, q, q))) == aten._flash(out, *specs((q, q, q)))
+
+
+def test_a_seeded_dropout_draws_compares_chooses_scales_and_adds():
+    x, seed = (spec(torch.empty(n, device="meta"), int) for n in (8, 1))
+    cost = REGISTRY[torch.ops.mindspeed.dropout_add_seeded.default].cost(x, x, None, x, seed, 0.1)
+    assert cost.vector == 8 * (DRAWN + 4)
+
+
+def test_a_gradient_in_another_type_is_read_and_not_written():
+    wide, narrow = (spec(torch.empty(8, dtype=dtype, device="meta"), int) for dtype in (torch.float32, torch.bfloat16))
+    cost = REGISTRY[torch.ops.mindspeed.activation_backward.default].cost(narrow, wide, narrow, "squared_relu")
+    assert (cost.read, cost.write) == (8 * 4 + 8 * 2, 8 * 2)

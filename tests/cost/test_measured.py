@@ -48,6 +48,11 @@ def test_the_published_value_is_in_the_name():
     assert text.startswith("product 4096 x 4096 x 4096 bfloat16, measured 315.4 TFLOP/s (") and "near" not in text
 
 
+def test_speeds_are_in_the_unit_that_fits():
+    texts = [str(measured.Correction(row(1, 1, 1, 1.0), rate, 0, 1.0, 1.0)) for rate in (1e12, 9.99e11)]
+    assert ["measured 1 TFLOP/s" in texts[0], "measured 999 GFLOP/s" in texts[1]] == [True, True]
+
+
 def test_a_shape_that_a_kernel_of_one_row_is_limited_by_memory():
     """The whole of the work is corrected, not the products alone."""
     hw = device(row(8192, 8192, 16, 4e-4))

@@ -21,6 +21,9 @@ def test_a_gate_is_rounded_once():
     assert torch.equal(ops.swiglu(x, up), once)
     once = (torch.sigmoid(x.float()) * up.float()).bfloat16()
     assert torch.equal(ops.glu(x, up, "sigmoid"), once)
+    gate = x.float().clamp(max=1.5)
+    once = (gate * torch.sigmoid(1.702 * gate) * (up.float().clamp(-1.5, 1.5) + 1)).bfloat16()
+    assert torch.equal(ops.clipped_swiglu(x, up, 1.702, 1.5, 1.0, False), once)
 
 
 @pytest.mark.parametrize("up_dtype", [torch.bfloat16, torch.float32])
@@ -39,3 +42,16 @@ def test_a_norm_is_computed_in_float32():
     y, rstd = ops.rms_norm(x, None, 1e-6, True)
     torch.testing.assert_close(rstd, torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-6), rtol=1e-6, atol=0)
     assert torch.equal(y, (wide * rstd).bfloat16())
+
+
+def test_gradients_of_what_lies_in_another_order_are_contiguous():
+    grad, x, up = (torch.randn(4, 3, 8).transpose(0, 1) for _ in range(3))
+    results = ops.weighted_swiglu_backward(grad, x, up, torch.randn(3, 4, 1))
+    assert [r.stride() for r in results] == [(32, 8, 1), (32, 8, 1), (4, 1, 1)]
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_packed_gradient_has_the_type_of_the_pack(interleaved):
+    grad, x, _ = inputs()
+    dx, _ = ops.clipped_swiglu_backward(grad[:, :16], x, None, 1.702, 1.5, 1.0, interleaved)
+    assert dx.dtype == x.dtype and dx.shape == x.shape

@@ -91,3 +91,11 @@ def test_a_routing_map_without_tokens():
         torch.empty(0, 4), torch.empty(0, 3, dtype=torch.bool), torch.empty(0, 3), 2
     )
     assert permuted.shape == (0, 4) and share.shape == places.shape == (0,)
+
+
+def test_gradients_of_shares_are_contiguous_whatever_the_map():
+    chosen = torch.tensor([[1, 0, 1], [0, 1, 1]], dtype=torch.bool)
+    places = ops.moe_permute_map(torch.randn(2, 4), chosen, torch.rand(2, 3), 2)[2]
+    for routing_map in (chosen, chosen.t().contiguous().t()):
+        shares = ops.moe_permute_map_backward(torch.randn(4, 4), torch.ones(4), places, routing_map, 2)[1]
+        assert shares.is_contiguous() and torch.equal(shares, chosen.float())

@@ -45,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--count", type=int, default=300)
     result.add_argument("--limit", type=float, default=120.0, help="seconds a mutant or a recorded batch may take")
     result.add_argument("--most", type=float, default=60.0, help="seconds that a mutant's tests took when recorded")
+    result.add_argument("--tests", nargs="+", default=(), help="run: files or functions, not those recorded")
     result.add_argument("--batch", type=int, default=8, help="record: files of tests that share a process")
     result.add_argument("--durations", type=pathlib.Path, help="record: pytest's table of a run before")
     result.add_argument("--longest", type=float, default=3.0, help="record: leaves out what took longer in that run")
@@ -84,7 +85,7 @@ def run_all(tree: Tree, chosen: Sequence[Fault], options: argparse.Namespace) ->
     for n in numbers:
         if time.monotonic() > end:
             return
-        result = run_fault(tree, recording, chosen[n], options.limit, options.most)
+        result = run_fault(tree, recording, chosen[n], options.limit, options.most, options.tests)
         store(file, result)
         took = f"{result.ran} tests, {result.seconds:.0f} s"
         print(f"{n} {result.status} {result.name} ({took}) {result.test}", flush=True)

@@ -49,19 +49,25 @@ def rounds(recording: Recording, tests: Sequence[str], most: float) -> Iterator[
         yield rest
 
 
-def run_fault(tree: Tree, recording: Recording, fault: Fault, limit: float, most: float) -> Result:
-    """One mutant: its tests until one fails."""
-    tests = recording.tests(fault)
+def run_fault(
+    tree: Tree, recording: Recording, fault: Fault, limit: float, most: float, named: Sequence[str] = ()
+) -> Result:
+    """One mutant: its tests until one fails.
+
+    Args:
+        named: files or functions of tests to run instead of those that were recorded.
+    """
+    tests = list(named) or recording.tests(fault)
     result = Result(fault.name, fault.kind, fault.file, fault.line, "not executed")
     if not tests:
         return result
     ran, start = 0, time.monotonic()
     outcome = Outcome("passed")
     with tree.planted(fault):
-        for part in rounds(recording, tests, most):
-            files = list(dict.fromkeys(t.partition("::")[0] for t in part))
+        for part in [tests] if named else rounds(recording, tests, most):
+            files = part if named else list(dict.fromkeys(t.partition("::")[0] for t in part))
             remaining = max(1.0, limit - (time.monotonic() - start))
-            outcome = run_tests(tree.copy, files, part, tree.folder, remaining, (*USUAL, "-x"))
+            outcome = run_tests(tree.copy, files, None if named else part, tree.folder, remaining, (*USUAL, "-x"))
             ran += outcome.ran
             if outcome.status != "passed":
                 break

@@ -9,6 +9,7 @@ from mindspeed_fx import passes
 from mindspeed_fx.errors import OptionError
 from mindspeed_fx.options import Options
 from mindspeed_fx.passes import manager
+from mindspeed_fx.passes.base import Context
 from mindspeed_fx.passes.check import CheckError
 from mindspeed_fx.passes.runner import Pipeline
 from tests.models import explain
@@ -395,3 +396,11 @@ def test_an_object_that_can_be_called_is_a_pass(register):
 
     register("a.object", Nothing())
     assert len(next(p for p in passes.registered() if p.name == "a.object").source_hash()) == 64
+
+
+def test_only_generated_code_of_a_processor_is_left_to_inductor():
+    given = [("cpu", "inductor", []), ("cuda", "inductor", []), ("cpu", "eager", []), ("cpu", "inductor", ["fusion.x"])]
+    contexts = [
+        Context(Options(target=target, codegen=codegen, enable=enable), "forward") for target, codegen, enable in given
+    ]
+    assert [c.left_to_inductor("fusion.x") for c in contexts] == [True, False, False, False]

@@ -301,5 +301,8 @@ def test_a_collective_is_exposed_as_long_as_compute_stands_still():
     assert lanes.reasons[1].startswith("2000.000 ms of 3000.000 ms exposed")
     early = step_lanes(estimate_of(*kernels, waits=[(2, "sent")]))  # the graph waits before b
     assert early.start == (0.0, 1.0, 4.0, 5.0) and early.exposed == {1: 3.0}
+    both = [kernel("long", 5.0, tier="node"), kernel("short", 3.0, tier="rack")]
+    ends = step_lanes(estimate_of(*both, waits=[(2, "long"), (2, "short")]))
+    assert ends.seconds == 5.0 and ends.exposed == {0: 5.0}, "what is waited for first"
     alone = step_lanes(estimate_of(kernel("a", 1.0), kernel("b", 2.0)))
     assert alone.names == ("compute",) and alone.seconds == 3.0 and not alone.exposed

@@ -11,6 +11,7 @@ from mindspeed_fx.compat.placements import Even, is_even
 from mindspeed_fx.kernels import REGISTRY
 from mindspeed_fx.kernels.sharding import register_sharding_rules, strategies
 from mindspeed_fx.planning.verify_device.operators import calls
+from mindspeed_fx.sharding.spmd import aten_rules
 from tests.sharding.exhaust import missing_ways, wrong_ways
 
 EVEN, UNEVEN, ONE_KEY_HEAD, OWN_KEYS = (4, 4, 4, 2, 4, 4), (3, 5, 6, 3, 4, 6), (2, 3, 4, 1, 4, 6), (4, 4, 3, 3, 4, 4)
@@ -155,3 +156,9 @@ def test_flags_are_part_of_the_rules_key(ranks):
             torch.testing.assert_close(
                 one(out.full_tensor()), torch.ops.mindspeed.attention(q, q, q, None, causal, 0.3)[0]
             )
+
+
+def test_images_are_divided_by_the_batch_alone():
+    images, one = torch.empty(4, 3, 8, 8, device="meta"), torch.empty(3, 8, 8, device="meta")
+    pool = torch.ops.aten.avg_pool2d.default
+    assert [aten_rules.strategies(pool, (x, [2, 2]), {}, [x]) for x in (images, one)] == [[(0, [0])], []]

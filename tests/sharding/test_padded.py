@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from mindspeed_fx.planning.simulate import simulate
 from mindspeed_fx.sharding.plan import Plan
+from mindspeed_fx.sharding.spmd.padded_views import parted_later
 from tests.sharding.test_any_model import BODIES, Model, equal
 
 BOTH = Plan("both", ("dp", "cp"), inputs={"*": {"dp": "S(0)", "cp": "S(1)"}}, keep_whole=True)
@@ -17,7 +18,10 @@ MESH = {"dp": 2, "cp": 2}
 
 def elementwise(m, x):
     below = torch.tril(torch.ones(x.shape[1], 8)).bool()
-    return x.masked_fill(below, 0.25) + torch.where(x > 0, x, x.exp()) * (x.square() + 1e-3).log() / (x.abs() + 0.1)
+    more = x.new_full((x.shape[1], 8), 0.5)
+    return (
+        x.masked_fill(below, 0.25) + torch.where(x > 0, x, x.exp()) * (x.square() + 1e-3).log() / (x.abs() + 0.1) + more
+    )
 
 
 def in_place(m, x):
@@ -154,3 +158,12 @@ def test_zeros_behind_weights_make_no_number_that_is_not_finite():
     model, x = Roots().double(), torch.randn(4, 8, dtype=torch.float64) + 1
     result = equal(model, {"tp": 2}, "tp", x)
     assert result.whole == [] and len(result.padded) == 1
+
+
+def test_what_a_view_makes_of_a_dimension_begins_with_the_outer_one():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(4, 12, device="meta")
+    view = graph.call_function(torch.ops.aten.view.default, (x, [4, 1, 3, 4]))
+    view.meta["val"] = x.meta["val"].view(4, 1, 3, 4)
+    assert parted_later(x) == {1: 3}

@@ -126,6 +126,22 @@ def test_values_of_the_first_stage_travel_to_the_last():
     agrees(model, parts, given, 1)
 
 
+class Early(Learned):
+    """What the first layer gives is a result beside the loss."""
+
+    def forward(self, ids, labels):
+        first = self.layers[0](self.table(ids))
+        return (self.layers[1](first).sum(-1) - labels).square().mean(), first.sin()
+
+
+def test_results_of_the_first_stage_travel_to_the_last():
+    model, given = Early(count=2).double(), batch(4)
+    parts = stages(model, 2, (), given, options=EAGER)
+    have = tree_leaves(parts[1](*tree_leaves(parts[0](**given)), **given))
+    for one, other in zip(have, model(**given), strict=True):
+        torch.testing.assert_close(one.squeeze(), other)
+
+
 @pytest.mark.slow
 def test_hugging_face():
     transformers = pytest.importorskip("transformers")

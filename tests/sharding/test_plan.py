@@ -31,6 +31,11 @@ def test_what_has_one_element_is_not_divided():
     assert [_free_dim("experts.*.w", shape, None) for shape in ((1, 8), (8, 1), (1, 1))] == [1, 0, 0]
 
 
+def test_the_head_of_a_grid_reads_whole_rows():
+    plan = named_plan("tp_2d", Llama())
+    assert plan.modules["head"] == Boundary(input=dict.fromkeys(plan.mesh, "R"))
+
+
 def test_diff_names_what_changed():
     other = Plan.from_dict({**PLAN.as_dict(), "parameters": {"layers.*.q.weight": {"tp": "S(1)"}}})
     assert PLAN.diff(PLAN) == ""

@@ -8,9 +8,10 @@ from torch import nn
 
 from mindspeed_fx.planning.prove_plan import prove_plan
 from mindspeed_fx.sharding.audit.relations.collectives import own, piece
-from mindspeed_fx.sharding.audit.relations.compare import divided, whole_inputs
+from mindspeed_fx.sharding.audit.relations.compare import compare_part, divided, whole_inputs
 from mindspeed_fx.sharding.audit.relations.indexing import _expand
 from mindspeed_fx.sharding.audit.relations.moves import cut
+from mindspeed_fx.sharding.audit.relations.numbers import Numeric
 from mindspeed_fx.sharding.audit.relations.parts import Digit, Part, Terms, Unproved, profile, regrouped
 from mindspeed_fx.sharding.audit.relations.rules import dot, pointwise
 from tests.sharding.llama import Layer
@@ -188,6 +189,12 @@ def test_pieces_of_a_dimension_are_cut_where_ranks_have_it_whole():
     assert mine == divided(whole, [("tp", 0)], terms.ranks)
 
 
+def test_what_follows_from_integers_is_said_to():
+    (x,) = whole_inputs(Terms({}), ["x"], [(4,)])
+    for pair in ((Numeric(), x), (x, Numeric())):
+        assert compare_part("y", *pair, None).reason.startswith("follows from integers")
+
+
 def test_what_is_expanded_to_its_own_sizes_stays_itself():
     terms, graph = Terms({}), torch.fx.Graph()
     (x,) = whole_inputs(terms, ["x"], [(1, 4)])
@@ -196,3 +203,21 @@ def test_what_is_expanded_to_its_own_sizes_stays_itself():
     assert _expand(terms, [x], node) == x
     node.meta["val"] = torch.empty(3, 4)
     assert _expand(terms, [x], node).term != x.term
+
+
+class Halves(nn.Module):
+    """Each second element times the one behind it."""
+
+    def forward(self, x):
+        return torch.relu(x[..., ::2]) * x[..., 1::2]
+
+
+@pytest.mark.parametrize("start, step, state", [(0, 2, "proved"), (1, 2, "unknown"), (0, 1, "unknown")])
+def test_each_second_element_is_a_tensor_of_its_own(start, step, state):
+    def edit(_rank, graph):
+        first = next(n for n in graph.nodes if n.target is torch.ops.aten.slice.Tensor and n.args[-1] == 2)
+        first.args = (first.args[0], 1, start, start + 8 * step, step)
+
+    with torch.device("meta"):
+        result = prove_plan(Halves(), {"dp": 2}, "zero2", torch.empty(4, 16), edit=edit)
+    assert result.results[0].state == state, str(result)

@@ -180,6 +180,10 @@ def test_random_documents_are_balanced(ranks, length, mean):
         assert block_schedule.best(fine, ranks, rows).imbalance <= 1.05
 
 
+def test_exchanges_even_out_the_work():
+    assert block_schedule._exchange_blocks([0, 0, 1, 1], [3, 3, 1, 1], 2) == [1, 0, 0, 1]
+
+
 def test_blocks_that_are_nearly_even_stay_where_they_are():
     """The busiest rank has 51 of 50: an even order is there, and moves more blocks."""
     work = [1, 14, 31, 13, 18, 19, 17, 15, 22]

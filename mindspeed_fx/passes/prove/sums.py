@@ -63,6 +63,7 @@ def _variable_of(i: Poly) -> Atom:
 
 def sum_over(v: Atom, p: Poly) -> Poly:
     """The sum of ``p`` over the index ``v``; conditions on ``v`` alone are bounds of it."""
+    p = _in_any_order(v, p)
     if (cut := _first_bound(v, p)) is not None:
         return add(*(_summed_part(v, p, *part) for part in cut))
     parts = []
@@ -89,6 +90,37 @@ def sum_over(v: Atom, p: Poly) -> Poly:
         else:
             parts.append(mul(outside, _closed(tuple(indices), product(of(a, e) for a, e in inside))))
     return add(*parts)
+
+
+PERMUTATIONS = ("order ", "inverse")
+"""Beginnings of the names of functions of a whole tensor that are permutations of its places."""
+
+
+def _in_any_order(v: Atom, p: Poly) -> Poly:
+    """``p`` with ``v`` itself where it reads ``v`` through one permutation q alone: the sum of f(q[v]) is that of
+    f(v)."""
+    for a in sorted(_permuted(v, p), key=lambda a: a.id):
+        w = fresh(size_of(v))
+        replaced = substitute(p, {v: of(v)}, {a: of(w)})
+        if v not in replaced.free:
+            return substitute(replaced, {w: of(v)})
+    return p
+
+
+def _permuted(v: Atom, p: Poly) -> set[Atom]:
+    """Terms q[v] in ``p``, of permutations of as many places as ``v`` has."""
+    results, pending, seen = set(), [a for mono in p.terms for a, _ in mono], set()
+    while pending:
+        a = pending.pop()
+        if a in seen or v not in a.free:
+            continue
+        seen.add(a)
+        if a.kind == "whole" and a.data[0].startswith(PERMUTATIONS) and a.data[2:] == (of(v),):
+            mono = next(iter(a.data[1][0].terms), ())
+            if [size_of(n) for b, _ in mono if b.kind == "lambda" for n in b.data[0]] == [size_of(v)]:
+                results.add(a)
+        pending += [b for q in a.data if isinstance(q, Poly) for mono in q.terms for b, _ in mono]
+    return results
 
 
 def _first_bound(v: Atom, p: Poly) -> list[tuple[Atom, bool, int, int]] | None:

@@ -10,6 +10,7 @@ from mindspeed_fx.compat.tracing import make_fx_decomposed
 from mindspeed_fx.cost.graph import estimate
 from mindspeed_fx.cost.operators import spec
 from mindspeed_fx.kernels.base import find
+from mindspeed_fx.kernels.npu import attention
 from mindspeed_fx.planning.verify_device import calls as npu_cases
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -120,3 +121,9 @@ def test_a_bias_by_keys_is_not_written_out_for_every_query():
     ):
         bias = torch.empty(shape, device="meta", dtype=torch.bfloat16)
         assert attention._mask(q, q, attention._four(bias, q, q), False, 0.5, 0)["pse"].shape == wanted
+
+
+@pytest.mark.parametrize("heads, shape", [(4, (2, 4, 6, 6)), (1, (1, 1, 6, 6))])
+def test_a_mask_of_every_head_is_one_of_every_row_of_the_batch(heads, shape):
+    q, mask = torch.empty(2, 4, 6, 16, device="meta"), torch.empty(1, heads, 6, 6, dtype=torch.bool, device="meta")
+    assert attention._mask(q, q, mask, False, 0.5, 0)["atten_mask"].shape == shape

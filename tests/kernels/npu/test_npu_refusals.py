@@ -62,6 +62,12 @@ def packed(q=None, ends=torch.empty(3, dtype=torch.int64, device="meta")):
     return ops.varlen_attention, (q, q, q, t(1, q.shape[2], dtype=torch.int64), ends, True, 0.5, 0)
 
 
+def packed_backward(q):
+    _, (*qkv, documents, ends, causal, scale, window) = packed(q)
+    given = (q, *qkv, q, t(*q.shape[:3], dtype=F32), documents, ends, causal, scale, window)
+    return ops.varlen_attention_backward, given
+
+
 REFUSED = [
     (
         ops.ring_attention_update,
@@ -208,6 +214,7 @@ REFUSED = [
     ),
     (*packed(ends=None), "where documents end is not known"),
     (*packed(bsnd(2, 4, 16, 16)), "batch is 2; valid: 1"),
+    (*packed_backward(bsnd(2, 4, 16, 16)), "batch is 2; valid: 1"),
     (*packed(bsnd(1, 1, 2**20 + 1, 8)), "tokens is 1048577; valid: 1 to 1048576"),
     (*packed(ends=t(1025, dtype=torch.int64)), "documents is 1025; valid: 1 to 1024"),
     (*packed(bsnd(1, 2, 16, 769)), "head_dim is 769; valid: 1 to 768"),
@@ -221,6 +228,7 @@ REFUSED = [
     ),
     (*chosen(t(8, 16, dtype=F64)), "logits is float64"),
     (*chosen(bias=t(16)), "softmax of the chosen logits alone"),
+    (*chosen(t(8, 4), k=5), "k is 5; valid: 1 to 4"),
     (*chosen(t(8, 1025), k=1025), "k is 1025; valid: 1 to 1024"),
     (*chosen(t(8, 2049), bias=t(2049)), "experts is 2049; valid: 1 to 2048"),
     (*chosen(t(8, 6), groups=3, kept=2), "experts of a group is 2; valid: 3 to 2048"),

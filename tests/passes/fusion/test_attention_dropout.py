@@ -193,3 +193,9 @@ def test_without_training_nothing_is_dropped():
     report = explain(lambda q, k, v: F.dropout(masked(q @ k.mT).softmax(-1), 0.5, training=False) @ v, *qkv())
     run_ = next(r for r in report.graphs[0].runs if r.report.name == NAME)
     assert report.counts[NAME] == 1 and "mindspeed.attention_dropout" not in run_.after
+
+
+def test_seeds_are_whole_numbers_on_fake_tensors_too():
+    q = torch.empty(1, 2, 4, 8, device="meta")
+    *_, seed, offset = torch.ops.mindspeed.attention_seeded(q, q, q, None, True, 0.5, 0, 0.1)
+    assert (seed.dtype, offset.dtype) == (torch.int64, torch.int64)

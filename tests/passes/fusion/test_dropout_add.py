@@ -124,3 +124,9 @@ def test_generated_code_keeps_the_dropout_unless_the_pass_is_named():
 def test_without_training_there_is_nothing_to_fuse():
     report = explain(lambda x, r: r + F.dropout(x, 0.5, training=False), double(4, 8), double(4, 8))
     assert report.counts[NAME] == 0 and not report.skipped(NAME)
+
+
+def test_masks_are_truth_values_on_fake_tensors_too():
+    x = torch.empty(4, 8, device="meta")
+    y, mask = torch.ops.mindspeed.dropout_add(x, None, x, 0.1)
+    assert (y.dtype, mask.dtype, mask.shape) == (torch.float32, torch.bool, x.shape)

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from mindspeed_fx.passes.fusion import linear_cross_entropy
+from mindspeed_fx.passes.fusion.analysis import loss_head
 from tests.models import function_agrees
 from tests.passes.fusion.test_losses_written_out import fairseq
 
@@ -102,3 +103,11 @@ def test_bfloat16_is_as_close_as_the_unfused_loss():
         torch.compile(f, backend="mindspeed", fullgraph=True, options={"codegen": "eager"}), torch.bfloat16
     )
     assert (fused - exact).norm() <= 2 * (gradients(f, torch.bfloat16) - exact).norm()
+
+
+def test_a_scale_of_several_dimensions_becomes_a_vector():
+    scale = torch.fx.Graph().placeholder("scale")
+    for shape, is_view in (((), False), ((1,), False), ((1, 1), True), ((1, 1, 1), True)):
+        scale.meta["val"] = torch.empty(shape)
+        made = loss_head._single(lambda *call: call, scale)
+        assert made == ((torch.ops.aten.reshape.default, scale, [1]) if is_view else scale)

@@ -9,6 +9,7 @@ from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.new_call import NewCall
 from mindspeed_fx.passes.fusion import analysis
 from mindspeed_fx.passes.fusion.analysis.moments import NEGLIGIBLE, RootMoment
+from mindspeed_fx.passes.fusion.analysis.nll import _leads_to
 
 aten = torch.ops.aten
 
@@ -50,3 +51,13 @@ def test_a_new_call_is_read_like_a_node_and_built_once():
     rewrite.substitute(gm, y, rewrite.insert(gm, y, aten.to.dtype, (built, torch.float32)))
     rewrite.finish(gm)
     assert torch.equal(gm(x.meta["val"]), -x.meta["val"])
+
+
+def test_a_loss_is_followed_for_twelve_calls():
+    graph = fx.Graph()
+    nodes = [graph.placeholder("x")]
+    for _ in range(13):
+        nodes.append(graph.call_function(aten.neg.default, (nodes[-1],)))
+    for n in nodes:
+        n.meta["val"] = torch.empty(2, device="meta")
+    assert [_leads_to(n, {nodes[0]}) for n in nodes[12:]] == [True, False]

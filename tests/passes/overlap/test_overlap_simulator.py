@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_fx.passes.overlap.model.reasons import hideable, independent_seconds, reasons
+from mindspeed_fx.passes.overlap.model.reasons import hideable, independent_seconds, reasons, share_hidden
 from mindspeed_fx.passes.overlap.model.simulator import memory_curve, simulate
 from mindspeed_fx.passes.overlap.model.tasks import COMPUTE, Buffer, Task, TaskGraph
 from mindspeed_fx.passes.overlap.scheduler.local_search import schedule
@@ -30,6 +30,19 @@ def test_as_given_the_gather_is_exposed():
     t = simulate(gather_then_two_products())
     assert (t.seconds, t.exposed) == (9.0, {0: 3.0})
     assert t.memory == [5, 5, 12, 14] and t.peak == 14
+
+
+def test_an_order_is_kept_as_it_was_given():
+    order = [0, 1, 2, 3]
+    t = simulate(gather_then_two_products(), order)
+    order.reverse()
+    assert t.order == [0, 1, 2, 3]
+
+
+def test_how_much_of_what_could_be_hidden_is():
+    assert share_hidden(simulate(gather_then_two_products())) == 0.0
+    assert share_hidden(schedule(gather_then_two_products(), allowance=5)) == 1.0
+    assert share_hidden(simulate(TaskGraph([Task("alone", 1.0, COMPUTE, ())]))) is None
 
 
 def test_scheduled_it_is_hidden_and_the_bound_is_reached():

@@ -47,6 +47,11 @@ def experts(x, p, e):
     return y[inverse].view(-1, 2, y.shape[1]).sum(1)
 
 
+def counted(x, e):
+    ordered, order = e.flatten().sort(stable=True)
+    return x[order // 2], torch.histc(ordered.float(), 3, 0, 2).cumsum(0)
+
+
 def convolved(x, w):
     return F.silu(F.conv1d(x, w, padding=3, groups=6)[..., : x.shape[-1]])
 
@@ -58,6 +63,7 @@ CASES = {
     "gate": (lambda x, y: F.silu(x) * y, dict(zip("xy", tensors((4, 8), (4, 8))))),
     "convolution": (convolved, dict(zip("xw", tensors((2, 6, 10), (6, 1, 4))))),
     "experts": (experts, {**dict(zip("xp", tensors((5, 4), (5, 2)))), "e": torch.tensor([[1, 0]] * 3 + [[2, 1]] * 2)}),
+    "counts": (counted, {"x": tensors((5, 4))[0], "e": torch.tensor([[1, 0]] * 3 + [[2, 1]] * 2)}),
     "loss": (
         lambda x, t: F.cross_entropy(x, t, ignore_index=3),
         {"x": tensors((6, 11))[0], "t": torch.tensor([1, 3, 0, 10, 3, 5])},
@@ -66,6 +72,7 @@ CASES = {
 SITES = {
     "convolution": "fusion.causal_conv1d",
     "experts": "fusion.moe_permute",
+    "counts": "fusion.moe_permute",
     "norm": "fusion.rms_norm",
     "rope": "fusion.rope",
     "attention": "fusion.attention",

@@ -11,8 +11,8 @@ from mindspeed_fx.passes.prove.evaluate import _undefined, leaf
 from mindspeed_fx.passes.prove.integers import bounds, floor_div, remainder
 from mindspeed_fx.passes.prove.rules.base import RULES
 from mindspeed_fx.passes.prove.rules.products import matmul
-from mindspeed_fx.passes.prove.sums import reduced, sum_of
-from mindspeed_fx.passes.prove.terms import add, const, infinity, mul, of, scale, sub, variable
+from mindspeed_fx.passes.prove.sums import reduced, sum_of, whole
+from mindspeed_fx.passes.prove.terms import TooLarge, add, const, infinity, mul, of, scale, sub, variable
 
 N = 64
 ROW, J, B = (of(variable(name, size)) for name, size in (("i0", N), ("i1", N), ("i2", 4)))
@@ -58,6 +58,11 @@ def times_vector():
     return matmul(OUT, w, v).at((ROW,))
 
 
+def ordered(j):
+    """The place of the j-th smallest of x."""
+    return whole("order 0 False", [((N,), lambda i: x(*i))], (j,))
+
+
 SAME = {
     "variance": (
         lambda: scale(sum_of(N, lambda j: f.power(sub(x(j), mean()), 2)), 1 / N),
@@ -88,6 +93,10 @@ SAME = {
         lambda: sum_of(N, lambda j: mul(c.is_zero(sub(j, ROW)), x(j))),
         lambda: x(ROW),
     ),
+    "sum in any order": (
+        lambda: sum_of(N, lambda j: f.power(x(ordered(j)), 2)),
+        lambda: sum_of(N, lambda j: f.power(x(j), 2)),
+    ),
     "matrix times vector": (
         times_vector,
         lambda: sum_of(8, lambda j: mul(f.load("w", (ROW, j), "real"), f.load("v", (j,), "real"))),
@@ -102,6 +111,15 @@ OTHER = {
     ),
     "root of a square": (lambda: f.power(f.power(x(ROW), 2), 0.5), lambda: x(ROW)),
     "place": (lambda: x(ROW), lambda: x(J)),
+    "a sum of two orders": (
+        lambda: sum_of(N, lambda j: mul(x(j), x(ordered(j)))),
+        lambda: sum_of(N, lambda j: f.power(x(j), 2)),
+    ),
+    "some places in order": (
+        lambda: sum_of(N // 2, lambda j: x(ordered(j))),
+        lambda: sum_of(N // 2, x),
+    ),
+    "logarithm of a product": (lambda: f.logarithm(mul(x(ROW), x(J))), lambda: f.logarithm(mul(x(ROW), x(B)))),
 }
 
 
@@ -129,3 +147,14 @@ def test_quotients_and_ranges_of_indices():
 def test_memory_of_truth_values_holds_truth_values():
     flag = _undefined(OUT.bool(), "memory").at((ROW,))
     assert mul(flag, flag) is flag
+
+
+def test_sums_over_as_many_indices_as_are_tried():
+    def nested(sizes, places=()):
+        if not sizes:
+            return f.load("x", places, "real")
+        return sum_of(sizes[0], lambda i: nested(sizes[1:], (*places, i)))
+
+    assert len(nested([2, 3, 4, 5, 6]).terms) == 1
+    with pytest.raises(TooLarge, match="a sum over 6 indices"):
+        nested([2, 3, 4, 5, 6, 7])

@@ -2,6 +2,9 @@
 is the modelled one.
 """
 
+import operator
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +16,7 @@ from mindspeed_fx.compat.memory_meter import _Meter
 from mindspeed_fx.errors import OptionError
 from mindspeed_fx.graph.storage import views_of
 from mindspeed_fx.options import Options
+from mindspeed_fx.partition.offload import move
 from mindspeed_fx.passes.recompute.solve.budget_search import Search
 from mindspeed_fx.passes.recompute.solve.offload import Offload
 from tests.passes.recompute.random_steps import step
@@ -295,3 +299,16 @@ def test_with_generated_code():
     values, _, copies = trained(model, x, codegen="inductor", memory_budget="min", offload=True)
     assert copies == len(run.moves) > 0 and not run.skipped
     assert all(torch.equal(a, b) for a, b in zip(values, exact, strict=True))
+
+
+def test_the_host_takes_what_it_has_room_for():
+    search = SimpleNamespace(schedule=SimpleNamespace(saved_bytes=[3, 5, 8]))
+    asked = [SimpleNamespace(host=host, search=search, always=(0,)) for host in (7, 8, None)]
+    assert [Offload._allowed(own, [1]) for own in asked] == [False, True, True]
+
+
+def test_the_code_of_graphs_with_moves_is_written_anew():
+    graphs = [torch.fx.symbolic_trace(lambda x: x + 1) for _ in range(2)]
+    for gm in graphs:
+        next(n for n in gm.graph.nodes if n.target is operator.add).target = operator.sub
+    assert move(*graphs, {}) == {} and [gm(torch.ones(1)).item() for gm in graphs] == [0, 0]

@@ -292,6 +292,7 @@ def test_a_residual_stream_is_made_again_segment_by_segment(monkeypatch):
     schedule = residual(24)
     places = segments.crossings(schedule)
     assert len(places) >= 23 and all(len(p) == 1 and schedule.saved_bytes[next(iter(p))] == 8 for p in places[1:-1])
+    assert all(one != other for one, other in zip(places, places[1:])), "two places where the same crosses are one"
     monkeypatch.setattr(budget_search, "TRIES", 0)  # what the cuts alone come to
     small = Search(schedule).least
     monkeypatch.setattr(budget_search, "boundaries", lambda s: [])

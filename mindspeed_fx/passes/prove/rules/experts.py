@@ -1,4 +1,4 @@
-"""What mixtures of experts are made of: sorted tokens, the way back, products per expert."""
+"""What mixtures of experts are made of: sorted tokens, the way back, counts, products per expert."""
 
 from __future__ import annotations
 
@@ -78,6 +78,23 @@ def _index_put(out: Any, x: Value, indices: Sequence[Any], values: Any, accumula
 @rule("scatter")
 def _scatter(out: Any, x: Value, dim: int, places: Value, src: Any, *_: Any, **__: Any) -> Value:
     return _inverse(out, places, src)
+
+
+@rule("histc")
+def _histc(out: Any, x: Value, bins: int = 100, low: Any = 0, high: Any = 0) -> Value:
+    """How many elements each bin has; which bin an element is in depends on that element alone."""
+    if low == high:
+        raise Unsupported("a histogram between the least and the largest element")
+
+    def element(i: Indices) -> Poly:
+        def counted(at: Indices) -> Poly:
+            if len(at) < len(x.shape):
+                return sum_of(x.shape[len(at)], lambda j: counted((*at, j)))
+            return whole(f"bin {bins} {low} {high}", [], (x.at(at), i[0]))
+
+        return counted(())
+
+    return Value(out.shape, out.dtype, element)
 
 
 def _grouped_product(out: Any, x: Value, weight: Value, offsets: Value | None = None, *_: Any, **__: Any) -> Value:

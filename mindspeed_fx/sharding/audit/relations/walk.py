@@ -244,9 +244,9 @@ class Walk:
         starts, ends, _ = zip(*(b.indices(extent) for b in bounds))
         sizes = {e - s for s, e in zip(starts, ends)}
         size = sizes.pop()
-        if size == extent and not sizes:
-            return x
         step = (nodes[0].args[4:] or (1,))[0]
+        if size == extent and not sizes and step == 1:
+            return x
         if len(set(starts)) == 1 and not sizes and (len(starts) == 1 or not rules.profile(x.dims[dim])):
             return moves.cut(self.terms, x, dim, starts[0], starts[0] + size, step)
         if step != 1 or sizes:
