@@ -179,3 +179,15 @@ def test_rules_of_custom_operators():
         results = torch.library.opcheck(f.default, (*more, *args, 0.7, 1e-6, 4), raise_exception=False)
         assert set(results.values()) == {"SUCCESS"}, results
     assert definition.gated_delta_rule.lowerings["cpu"][0].kernel == "tiles of 64 tokens"
+
+
+@served
+@pytest.mark.parametrize("wrong", ["grad", "grad_state", "starts"])
+def test_gradients_of_other_shapes_are_refused(wrong):
+    """The kernel would read past their ends."""
+    args = tensors(*SHAPES[0])
+    out, final, starts = ops.delta_tiles(*args, 0.3, None, 16)
+    of_results = {"grad": out, "grad_state": final, "starts": starts}
+    of_results[wrong] = of_results[wrong][:1]
+    with pytest.raises(ValueError, match=f"{wrong} is"):
+        ops.delta_tiles_backward(*of_results.values(), *args, 0.3, None, 16)

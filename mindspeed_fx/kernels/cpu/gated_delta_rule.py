@@ -19,6 +19,7 @@ from mindspeed_fx.kernels import gated_delta_rule as definition
 from mindspeed_fx.kernels.base import operator
 from mindspeed_fx.kernels.cpu.attention_flash import TYPES, is_empty
 from mindspeed_fx.kernels.gated_delta_rule_chunks import SPAN
+from mindspeed_fx.kernels.recurrence import check_shapes
 
 
 class _Sequence(ctypes.Structure):
@@ -92,6 +93,9 @@ def delta_tiles_backward(
     if problem(*arguments) or is_empty(q, v) or chunk < 1 or cpp.function("delta_rule_backward") is None:
         return definition.gated_delta_rule_backward.reference(*arguments, scale, norm_eps, chunk)
     definition.check(*arguments[3:], chunk)
+    states = definition.fake(*arguments[3:], scale, norm_eps, chunk)[1:]
+    wanted = {"grad": (grad, v.shape), "grad_state": (grad_state, states[0].shape), "starts": (starts, states[1].shape)}
+    check_shapes("gated_delta_rule_backward", wanted)
     results = definition.fake_backward(*arguments, scale, norm_eps, chunk)
     dq, dk, dv, dg, dbeta, dstate = results
     dfinal = torch.zeros_like(starts[:, :, 0]) if grad_state is None else grad_state.to(starts.dtype, copy=True)
