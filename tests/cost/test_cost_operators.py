@@ -15,6 +15,7 @@ from mindspeed_fx.cost.hardware import hardware, names
 from mindspeed_fx.cost.operators import SOFTMAX, Cost, attention, spec, visible_scores
 from mindspeed_fx.kernels import REGISTRY
 from mindspeed_fx.kernels.dropout_add_seeded import DRAWN
+from mindspeed_fx.kernels.gated_delta_rule import gated_delta_rule, gated_delta_rule_backward
 from mindspeed_fx.planning.verify_device.operators import calls
 
 SIZES = (2, 10, 4, 2, 4, 8)
@@ -63,8 +64,13 @@ def _triangular(a, b, *_, out_shape=None, **__):
 
 UNKNOWN_TO_TORCH = {torch.ops.aten.baddbmm_: _in_place, torch.ops.aten.linalg_solve_triangular: _triangular}
 """Products that references launch and torch's counter has no formula of."""
-OUTSIDE_TORCH = {"mindspeed.gemm", "mindspeed.narrow_product"}
-"""Products whose reference is C++."""
+OUTSIDE_TORCH = {
+    "mindspeed.gemm": lambda a, b, *_: a @ b,
+    "mindspeed.narrow_product": lambda a, b, *_: a @ b,
+    "mindspeed.delta_tiles": gated_delta_rule.reference,
+    "mindspeed.delta_tiles_backward": gated_delta_rule_backward.reference,
+}
+"""Those whose reference is C++, as products that torch counts."""
 
 
 def test_flops_are_those_of_the_reference():
@@ -79,7 +85,7 @@ def test_flops_are_those_of_the_reference():
             else a
             for a in args
         ]
-        run = (lambda a, b, *_: a @ b) if operator.name in OUTSIDE_TORCH else operator.reference
+        run = OUTSIDE_TORCH.get(operator.name, operator.reference)
         with FlopCounterMode(display=False, custom_mapping=UNKNOWN_TO_TORCH) as counter:
             out = run(*args)
         cost = operator.cost(specs(out), *specs(args))
