@@ -95,7 +95,7 @@ def test_a_batch_arrives_with_ends(given, skips, monkeypatch):
     arguments = SimpleNamespace(**dict(reset_attention_mask=True, context_parallel_size=1) | given)
     arrived = {"tokens": torch.arange(16)[None], "attention_mask": mask_of_lengths([LENGTHS])}
     monkeypatch.setattr(document_ends, "training_arguments", lambda: arguments)
-    monkeypatch.setitem(patches._originals, document_ends.TARGET, lambda iterator: dict(next(iterator)))
+    monkeypatch.setattr(patches, "original", lambda target: lambda iterator: dict(next(iterator)))
     read = document_ends.batch_on_this_rank(iter([arrived]))
     assert list(read) == list(arrived) and read["tokens"] is arrived["tokens"]
     assert torch.equal(documents.seen(read["attention_mask"], 16), arrived["attention_mask"])

@@ -52,7 +52,7 @@ def given() -> list[tuple]:
 def _by_size() -> list:
     """Names of the operators; those with tens of thousands of placements are slow."""
     names = sorted(o.name for o in REGISTRY.values() if not o.name.endswith("_triton"))
-    many = ("attention", "delta_rule", "ssd", "selective_scan", "linear_jsd", "linear_grpo")
+    many = ("attention", "delta_rule", "delta_tiles", "ssd", "selective_scan", "linear_jsd", "linear_grpo")
     ends = ("_backward", "_total", ".ssd", ".selective_scan")
     return [
         pytest.param(n, marks=pytest.mark.slow) if any(m in n for m in many) and n.endswith(ends) else n for n in names
