@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
+from torch.overrides import TorchFunctionMode
 
 import mindspeed_fx  # noqa: F401  registers the operators
 from mindspeed_fx.cost.ring import ring_seconds
 from mindspeed_fx.planning.simulate import simulate
 from mindspeed_fx.sharding.plan import Boundary, Plan, ShardingError
 from mindspeed_fx.sharding.presets import QKV, named_plan
-from mindspeed_fx.sharding.spmd.ring_messages import Ring
+from mindspeed_fx.sharding.spmd.ring_messages import Ring, take_half
 from tests.sharding.llama import Llama
 
 ops = torch.ops.mindspeed
@@ -223,3 +224,19 @@ def test_a_second_process_group_of_one_process(ranks):
         step(ids, ids.roll(1, 1)).backward()
         assert all(p.grad is not None for p in model.parameters())
         dist.destroy_process_group()
+
+
+class Watch(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_halves_are_captured_where_a_mode_watches():
+    """As Megatron's generators do around a compiled chunk."""
+
+    def second(x):
+        with Watch():
+            return take_half(x, 1, 2) + 1
+
+    x = torch.randn(1, 2, 4, 3)
+    assert torch.equal(torch.compile(second, backend="eager", fullgraph=True)(x), x[:, :, 2:] + 1)

@@ -35,7 +35,14 @@ from mindspeed_fx.sharding.plan import ShardingError
 from mindspeed_fx.sharding.spmd import ring_dropout
 from mindspeed_fx.sharding.spmd.block_schedule import PER_RANK, BlockSchedule, best, needed_blocks
 from mindspeed_fx.sharding.spmd.ring_blocks import Exchange, ScheduledAttention, sinks_gradient, with_sinks
-from mindspeed_fx.sharding.spmd.ring_messages import KeptKeys, Ring, RotatingGradients, RotatingKeys, take_half
+from mindspeed_fx.sharding.spmd.ring_messages import (
+    KeptKeys,
+    Ring,
+    RotatingGradients,
+    RotatingKeys,
+    in_parts,
+    take_half,
+)
 
 ops = torch.ops.mindspeed
 
@@ -203,7 +210,7 @@ def _take_biases(bias: Tensor | None, numbers: Sequence[int], batch: int) -> Ten
 
 
 def _put(x: Tensor, chunk: Tensor, number: int) -> Tensor:
-    return x.unflatten(2, (2, -1)).select_scatter(chunk, 2, number).flatten(2, 3)
+    return in_parts(x, 2, 2).select_scatter(chunk, 2, number).flatten(2, 3)
 
 
 class RingAttention(torch.autograd.Function):

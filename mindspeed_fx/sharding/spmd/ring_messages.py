@@ -83,7 +83,7 @@ class Ring:
         if mask is None:
             return None
         owner = self.by_rank(lambda r: self.owner(r, round_, step))
-        return mask.unflatten(-1, (self.ranks, -1)).select(-2, owner)
+        return in_parts(mask, mask.ndim - 1, self.ranks).select(-2, owner)
 
     def by_rank(self, value: Callable[[int], int]) -> int:
         """``value(rank)`` on each rank of the ring."""
@@ -155,7 +155,13 @@ class Ring:
 
 def take_half(x: Tensor, number: int, dim: int) -> Tensor:
     """The first (0) or second (1) half of ``x`` along ``dim``."""
-    return x.unflatten(dim, (2, -1)).select(dim, number)
+    return in_parts(x, dim, 2).select(dim, number)
+
+
+def in_parts(x: Tensor, dim: int, count: int) -> Tensor:
+    """``x`` with its ``count`` parts along ``dim`` in a dimension of their own, before it. A view: Dynamo does not
+    capture ``Tensor.unflatten`` where a mode of torch's functions watches, as with Megatron's generators."""
+    return x.view(*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :])
 
 
 @dataclass
