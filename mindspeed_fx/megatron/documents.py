@@ -30,12 +30,8 @@ def document_ends(mask: Tensor) -> Tensor | None:
     batch, _, seq, _ = mask.shape
     begins = mask[:, 0].diagonal(-1, 1, 2)  # [batch, seq - 1]: a token that does not see the one before it
     ends = torch.where(begins, torch.arange(1, seq, device=mask.device), seq)
-    ends = (
-        torch.nn.functional.pad(ends, (0, 1), value=seq)
-        .sort(-1)
-        .values[:, : max(1, min(seq, MOST // batch - 1))]
-        .contiguous()
-    )
+    ends = torch.nn.functional.pad(ends, (0, 1), value=seq).sort(-1).values
+    ends = ends[:, : count_of_ends(batch, seq)].contiguous()
     return ends if torch.equal(mask_of(ends, seq), mask) else None
 
 

@@ -81,15 +81,15 @@ def table() -> dict[str, list[Patch]]:
             Patch(tools.STEP, tools.train_step, "MindSpeed's tools count its iterations", EVERYWHERE),
             *forward_hooks.table(),
         ],
+        UTILS: [
+            Patch(
+                document_ends.TARGET,
+                document_ends.batch_on_this_rank,
+                "attention skips what documents do not see",
+                EVERYWHERE,
+            )
+        ],
     }
-    patches[UTILS] = [
-        Patch(
-            document_ends.TARGET,
-            document_ends.batch_on_this_rank,
-            "attention skips what documents do not see",
-            EVERYWHERE,
-        )
-    ]
     if kind() != "cuda":
         asks = "asks for the architecture of a CUDA device"
         architecture = habits.device_architecture

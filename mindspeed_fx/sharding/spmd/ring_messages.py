@@ -176,7 +176,7 @@ class _Sent:
 
 def _chunks(tensors: Sequence[Tensor]) -> Tensor:
     """[2, elements of all]: both halves of each sequence."""
-    return torch.cat([x.unflatten(2, (2, -1)).movedim(2, 0).reshape(2, -1) for x in tensors], 1)
+    return torch.cat([in_parts(x, 2, 2).movedim(2, 0).reshape(2, -1) for x in tensors], 1)
 
 
 def _join_chunks(chunks: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

@@ -3,6 +3,7 @@ what their line holds ("says"), or what their error holds ("error").
 """
 
 from tests.megatron.flags.layer_effects import BENCHMARKS, EXPERTS, MODEL, PARTS
-from tests.megatron.flags.parallel_effects import KERNELS, MEMORY, PARALLEL, SHARED
+from tests.megatron.flags.memory_effects import MEMORY
+from tests.megatron.flags.parallel_effects import KERNELS, PARALLEL, SHARED
 
 EFFECTS = {**MODEL, **PARTS, **BENCHMARKS, **EXPERTS, **PARALLEL, **MEMORY, **KERNELS, **SHARED}
