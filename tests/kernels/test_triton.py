@@ -110,6 +110,11 @@ def test_no_rows():
 
 
 @needs_triton
+def test_places_beyond_32_bits():
+    assert worker("interpret")["far_apart"] == [True] * 4
+
+
+@needs_triton
 def test_adamw_in_the_interpreter():
     assert all(d <= 1 for d in worker("interpret")["adamw"].values()), worker("interpret")["adamw"]
 

@@ -365,6 +365,21 @@ def without_rows(device: str) -> list[list[int]]:
     return [list(t.shape) for t in (y, rstd, dx, dw, dwide, ops.swiglu_triton(x), loss, lse, rotated)]
 
 
+def far_apart(device: str) -> list[bool]:
+    """Whether a convolution and its gradients are the same where tokens lie 2**25 elements apart, so that the 65th
+    one's place takes more than 31 bits. Of the memory only what is touched is taken.
+    """
+    from mindspeed_fx.kernels.triton import causal_conv1d
+
+    near, w = torch.randn(1, 70, 5, device=device).bfloat16().transpose(1, 2), torch.randn(5, 2, device=device)
+    room = torch.empty(70 * 2**25, dtype=torch.bfloat16, device=device)
+    far = room.as_strided((1, 5, 70), (room.numel(), 1, 2**25)).copy_(near)
+    results = [
+        [causal_conv1d.forward(x, w, None, True), *causal_conv1d.backward(x, x, w, None, True)] for x in (far, near)
+    ]
+    return [torch.equal(a, b) for a, b in zip(*results, strict=True)]
+
+
 def adamw(device: str) -> dict[str, float]:
     """Distances of three steps of the kernel from torch's optimizer in float64, of the weights, the moments and the
     copy.

@@ -44,6 +44,7 @@ def interpret() -> dict[str, Any]:
         for dtype in (torch.float16, torch.float32)
     }
     found["without_rows"] = cases.without_rows("cpu")
+    found["far_apart"] = cases.far_apart("cpu")
     found["adamw"] = cases.adamw("cpu")
     found["regions"] = region_cases.distances(F32)
     return found | distances(rest=False)

@@ -21,31 +21,42 @@ TOKENS, CHANNELS = 32, 128
 
 @triton.jit
 def conv_place(item, batch, seq, C: tl.constexpr, LAST: tl.constexpr, T_TILE: tl.constexpr, C_TILE: tl.constexpr):
-    """(index in the batch, tile among those of the tokens of all of it, tokens and channels of the tile)."""
+    """(index in the batch, tile among those of the tokens of all of it, first token and first channel of the tile, and
+    tokens and channels in it). What can pass 2^31 elements is added to pointers as a scalar of 64 bits.
+    """
     C_TILES: tl.constexpr = (C + C_TILE - 1) // C_TILE
     t_tiles = (seq + T_TILE - 1) // T_TILE
     lines = item // C_TILES
     first_t, first_c = (lines % t_tiles) * T_TILE, (item % C_TILES) * C_TILE
     if LAST:
-        t, c = first_t + tl.arange(0, T_TILE)[:, None], first_c + tl.arange(0, C_TILE)[None, :]
+        t, c = tl.arange(0, T_TILE)[:, None], tl.arange(0, C_TILE)[None, :]
     else:
-        t, c = first_t + tl.arange(0, T_TILE)[None, :], first_c + tl.arange(0, C_TILE)[:, None]
-    return tl.cast(lines // t_tiles, tl.int64), tl.cast(lines, tl.int64), t, c
+        t, c = tl.arange(0, T_TILE)[None, :], tl.arange(0, C_TILE)[:, None]
+    return tl.cast(lines // t_tiles, tl.int64), tl.cast(lines, tl.int64), first_t, first_c, t, c
+
+
+@triton.jit
+def conv_tile(ptr, first_t, first_c, T: tl.constexpr, CS: tl.constexpr):
+    """Where a tile begins."""
+    return ptr + tl.cast(first_t, tl.int64) * T + tl.cast(first_c, tl.int64) * CS
 
 
 @triton.jit
 def conv_sums(
-    x, w_ptr, b_ptr, t, c, seq, T: tl.constexpr, CS: tl.constexpr, C: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
-    BACK: tl.constexpr
+    x, w_ptr, b_ptr, first_t, first_c, t, c, seq, T: tl.constexpr, CS: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
+    BIAS: tl.constexpr, BACK: tl.constexpr
 ):  # fmt: skip
     """bias + sum over j of w[j] x[t - K + 1 + j], or with BACK x[t + K - 1 - j]; zero outside of the sequence."""
+    x = conv_tile(x, first_t, first_c, T, CS)
+    channel = first_c + c
     total = (t * 0 + c * 0).to(tl.float32)
     if BIAS:
-        total += tl.load(b_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+        total += tl.load(b_ptr + channel, mask=channel < C, other=0.0).to(tl.float32)
     for j in tl.static_range(K):
         at = t + (K - 1 - j) if BACK else t - (K - 1 - j)
-        near = tl.load(x + at * T + c * CS, mask=(at >= 0) & (at < seq) & (c < C), other=0.0).to(tl.float32)
-        total += near * tl.load(w_ptr + j * C + c, mask=c < C, other=0.0).to(tl.float32)
+        inside = (first_t + at >= 0) & (first_t + at < seq) & (channel < C)
+        near = tl.load(x + at * T + c * CS, mask=inside, other=0.0).to(tl.float32)
+        total += near * tl.load(w_ptr + j * C + channel, mask=channel < C, other=0.0).to(tl.float32)
     return total
 
 
@@ -59,11 +70,13 @@ def causal_conv1d_rows(
     """y [batch, C, seq] of x and w [K, C]; strides of x are x0, XC, XT, of y seq * Y0, YC, YT."""
     items = batch * ((seq + T_TILE - 1) // T_TILE) * ((C + C_TILE - 1) // C_TILE)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        n, _, t, c = conv_place(item, batch, seq, C, LAST, T_TILE, C_TILE)
-        total = conv_sums(x_ptr + n * x0, w_ptr, b_ptr, t, c, seq, XT, XC, C, K, BIAS, BACK)
+        n, _, first_t, first_c, t, c = conv_place(item, batch, seq, C, LAST, T_TILE, C_TILE)
+        total = conv_sums(x_ptr + n * x0, w_ptr, b_ptr, first_t, first_c, t, c, seq, XT, XC, C, K, BIAS, BACK)
         if SILU:
             total *= tl.sigmoid(total)
-        tl.store(y_ptr + n * seq * Y0 + t * YT + c * YC, total.to(y_ptr.dtype.element_ty), mask=(t < seq) & (c < C))
+        y = conv_tile(y_ptr + n * seq * Y0, first_t, first_c, YT, YC)
+        inside = (first_t + t < seq) & (first_c + c < C)
+        tl.store(y + t * YT + c * YC, total.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -78,21 +91,22 @@ def causal_conv1d_sums(
     AXIS: tl.constexpr = 0 if LAST else 1
     items = batch * ((seq + T_TILE - 1) // T_TILE) * ((C + C_TILE - 1) // C_TILE)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        n, line, t, c = conv_place(item, batch, seq, C, LAST, T_TILE, C_TILE)
-        inside = (t < seq) & (c < C)
-        g = tl.load(grad_ptr + n * grad0 + t * GT + c * GC, mask=inside, other=0.0).to(tl.float32)
+        n, line, first_t, first_c, t, c = conv_place(item, batch, seq, C, LAST, T_TILE, C_TILE)
+        inside = (first_t + t < seq) & (first_c + c < C)
+        grad = conv_tile(grad_ptr + n * grad0, first_t, first_c, GT, GC)
+        g = tl.load(grad + t * GT + c * GC, mask=inside, other=0.0).to(tl.float32)
         if SILU:
-            y = conv_sums(x_ptr + n * x0, w_ptr, b_ptr, t, c, seq, XT, XC, C, K, BIAS, False)
+            y = conv_sums(x_ptr + n * x0, w_ptr, b_ptr, first_t, first_c, t, c, seq, XT, XC, C, K, BIAS, False)
             half = tl.sigmoid(y)
             g *= half * (1.0 + y * (1.0 - half))
-            tl.store(g_ptr + n * seq * Y0 + t * YT + c * YC, g, mask=inside)
-        channels = (item % ((C + C_TILE - 1) // C_TILE)) * C_TILE + tl.arange(0, C_TILE)
+            tl.store(conv_tile(g_ptr + n * seq * Y0, first_t, first_c, YT, YC) + t * YT + c * YC, g, mask=inside)
+        x = conv_tile(x_ptr + n * x0, first_t, first_c, XT, XC)
+        channels = first_c + tl.arange(0, C_TILE)
         out = partial_ptr + line * (K + 1) * C + channels
         for j in tl.static_range(K):
             at = t - (K - 1 - j)
-            near = tl.load(x_ptr + n * x0 + at * XT + c * XC, mask=(at >= 0) & (at < seq) & (c < C), other=0.0).to(
-                tl.float32
-            )
+            here = (first_t + at >= 0) & (first_t + at < seq) & (first_c + c < C)
+            near = tl.load(x + at * XT + c * XC, mask=here, other=0.0).to(tl.float32)
             tl.store(out + j * C, tl.sum(g * near, axis=AXIS), mask=channels < C)
         tl.store(out + K * C, tl.sum(g, axis=AXIS), mask=channels < C)
 
