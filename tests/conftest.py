@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import slow_cases
+from tests import forks, slow_cases
 
 ROOT = str(Path(__file__).parents[1])
 os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -29,6 +29,10 @@ LONG = (
 def pytest_collection_modifyitems(items):
     slow_cases.mark(items)
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+
+
+def pytest_collection_finish():
+    forks.leave_imports_alone()
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -57,8 +58,18 @@ def answer(prepare: Callable[[], None], handle: Callable[[Any], Any]) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     prepare()
+    leave_imports_alone()
     for line in sys.stdin:
         print(json.dumps(handle(json.loads(line))), file=answers, flush=True)
+
+
+def leave_imports_alone() -> None:
+    """Keep the collector of cycles from what this process has imported, a million objects that stay, and have it look
+    less often: an eighth of the time of a test that compiles (204 tests of passes and plans, in turn).
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 def free_port() -> int:
