@@ -34,7 +34,9 @@ def linear_main_grad(x: Tensor, weight: Tensor, main_grad: Tensor, dummy: bool, 
         [..., out].
     """
     # F.linear rounds otherwise where no operand requires a gradient, and which do changes between calls of one graph.
-    return (x.reshape(-1, x.shape[-1]) @ weight.t()).view(*x.shape[:-1], weight.shape[0])
+    out = x.reshape(-1, x.shape[-1]) @ weight.t()
+    # No view, for autograd refuses to change a view from inside a function in place, as Megatron adds biases of experts.
+    return torch.ops.aten._unsafe_view(out, (*x.shape[:-1], weight.shape[0]))
 
 
 @linear_main_grad.register_fake

@@ -122,6 +122,17 @@ def test_a_weight_of_more_rows_than_the_operator_takes(monkeypatch):
     )
 
 
+def test_a_result_may_be_changed_in_place():
+    weight = torch.nn.Parameter(torch.randn(3, 4))
+    weight.main_grad = torch.zeros(3, 4)
+    x = torch.randn(2, 5, 4)
+    out = main_grad.linear(x, weight, None)
+    out += 1
+    out.square().sum().backward()
+    expected = torch.autograd.grad((torch.nn.functional.linear(x, weight) + 1).square().sum(), weight)[0]
+    torch.testing.assert_close(weight.main_grad, expected)
+
+
 def test_a_weight_without_main_grad_is_named():
     model = tiny_gpt(layers=1, gradient_accumulation_fusion=True)
     with torch.no_grad():

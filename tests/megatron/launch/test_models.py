@@ -121,9 +121,8 @@ ONE_RANK = {
 }
 OLD = {
     "gelu-bias-learned": "--position-embedding-type learned_absolute",
-    "squared-relu-none": "--squared-relu --position-embedding-type none",
-    "experts-with-biases": f"{MOE} --swiglu --no-bias-swiglu-fusion --untie-embeddings-and-output-weights",
-    "tied-ahead": "--mtp-num-layers 2",
+    "squared-relu-none": "--squared-relu --no-bias-gelu-fusion --position-embedding-type none",
+    "tied-ahead": "--mtp-num-layers 2 --position-embedding-type rope",
 }
 STAGES = {
     "first": "--num-layers 3 --decoder-first-pipeline-num-layers 1",
@@ -154,7 +153,14 @@ def test_stages(case):
 
 @pytest.mark.slow
 def test_tied_embeddings_on_two_stages_with_tokens_ahead():
-    compare("--num-layers 2 --pipeline-model-parallel-size 2 --mtp-num-layers 1", world=2, extra=1)
+    flags = "--num-layers 2 --mtp-num-layers 1 --position-embedding-type rope"
+    compare(f"{flags} --pipeline-model-parallel-size 2", world=2, extra=1)
+
+
+@pytest.mark.slow
+def test_experts_with_biases_on_two_ranks():
+    flags = f"{MOE} --swiglu --no-bias-swiglu-fusion --untie-embeddings-and-output-weights"
+    compare(f"{flags} --expert-model-parallel-size 2", world=2)
 
 
 @pytest.mark.slow
