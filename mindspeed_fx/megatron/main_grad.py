@@ -35,7 +35,7 @@ def linear_main_grad(x: Tensor, weight: Tensor, main_grad: Tensor, dummy: bool, 
     """
     # F.linear rounds otherwise where no operand requires a gradient, and which do changes between calls of one graph.
     out = x.reshape(-1, x.shape[-1]) @ weight.t()
-    # No view, for autograd refuses to change a view from inside a function in place, as Megatron adds biases of experts.
+    # No view: autograd refuses to change one from inside a function in place, as Megatron adds biases of experts.
     return torch.ops.aten._unsafe_view(out, (*x.shape[:-1], weight.shape[0]))
 
 

@@ -11,6 +11,7 @@ import json
 import os
 import runpy
 import shutil
+import signal
 import sys
 import tarfile
 import tempfile
@@ -132,9 +133,9 @@ def run(
     """
     folder = Path(tempfile.mkdtemp(prefix="launch_"))
     request = Request(str(folder), world, forks.free_port(), entry, list(args), environ or {}, setup, seconds)
-    late = _server().ask(asdict(request))
+    codes, late = _server().ask(asdict(request))
     try:
-        return _read(folder, world, late)
+        return _read(folder, codes, late)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -163,11 +164,11 @@ def serve() -> None:
     forks.answer(prepare, _run)
 
 
-def _run(values: dict[str, Any]) -> bool:
-    """Whether time ran out."""
+def _run(values: dict[str, Any]) -> tuple[list[int], bool]:
+    """(exit statuses, whether time ran out)."""
     request = Request(**values)
     pids = [_fork(rank, request) for rank in range(request.world)]
-    return forks.wait(pids, request.seconds, grace=3)[1]
+    return forks.wait(pids, request.seconds, grace=3)
 
 
 def _fork(rank: int, request: Request) -> int:
@@ -234,15 +235,17 @@ def _record_logs(record: dict[str, Any]) -> None:
     training.training_log, compile_chunks.compile_chunk = keep, count
 
 
-def _read(folder: Path, world: int, late: bool) -> Run:
+def _read(folder: Path, codes: list[int], late: bool) -> Run:
     result = Run()
     failures = []
-    for rank in range(world):
+    for rank, code in enumerate(codes):
         output = (folder / f"{rank}.txt").read_text(errors="replace")
         result.output.append(output)
         file = folder / f"{rank}.json"
         if not file.exists():
-            failures.append((1, f"rank {rank} ended without a record\n{_tail(output)}"))
+            # Before what the others say of a lost peer, unless it was killed for them.
+            order = 1 if code == -signal.SIGKILL else -1
+            failures.append((order, f"rank {rank} ended {_ending(code)}without a record\n{_tail(output)}"))
             continue
         record = json.loads(file.read_text())
         result.losses |= {int(k): v for k, v in record["losses"].items()}
@@ -257,6 +260,10 @@ def _read(folder: Path, world: int, late: bool) -> Run:
     elif late:
         result.error = "out of time"
     return result
+
+
+def _ending(code: int) -> str:
+    return f"by {signal.Signals(-code).name} " if code < 0 else ""
 
 
 def _tail(output: str, lines: int = 25) -> str:
