@@ -20,8 +20,8 @@ from typing import Sequence
 import numpy as np
 from scipy.optimize import least_squares
 
+from benchmarks.published_cells import Case
 from benchmarks.published_kernels import KernelRow
-from benchmarks.published_rows import Case
 from mindspeed_fx.cost.device import Constant, Hardware
 from mindspeed_fx.cost.hardware import hardware
 from mindspeed_fx.cost.training import PRIOR, TrainingConstants

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from typing import Any
 
-from benchmarks.published_rows import Case, Unreadable, number, pad, truth, vocabulary
+from benchmarks.published_cells import Case, Unreadable, number, pad, truth, vocabulary
 from benchmarks.published_scripts import launch_of
 from mindspeed_fx.planning.predict import Architecture, Settings
 from mindspeed_fx.planning.predict.architecture import from_flags, values_of

@@ -7,7 +7,7 @@ import math
 import re
 from typing import Any
 
-from benchmarks.published_rows import Case, Unreadable, named, number, pad
+from benchmarks.published_cells import Case, Unreadable, named, number, pad
 from benchmarks.published_scripts import launch_of
 from mindspeed_fx.planning.predict import Architecture, Settings
 from mindspeed_fx.planning.predict.architecture import from_flags

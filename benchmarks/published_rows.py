@@ -1,64 +1,22 @@
-"""Rows of the tables of published runs as (model, settings, device, seconds): what each column means, and what no row
-says and has to be known by the model's name. A row that cannot be read has a reason instead.
+"""Rows of the tables of published runs as (model, settings, device, seconds): what each column means. A row that cannot
+be read has a reason instead.
 """
 
 from __future__ import annotations
 
 import csv
-import dataclasses
 import re
-from dataclasses import dataclass
-from typing import Any
 
+from benchmarks.published_ascend import ascend_run
+from benchmarks.published_cells import Case, Unreadable, config_of
+from benchmarks.published_gpu import gpu_run
 from mindspeed_fx.errors import OptionError
-from mindspeed_fx.planning.predict import Architecture, Settings, architecture
 
-VOCABULARIES = {
-    "aquila": 100008,
-    "baichuan2": 125696,
-    "baichuan": 64000,
-    "bloom": 250880,
-    "chatglm": 65024,
-    "codeqwen": 92416,
-    "codellama": 32016,
-    "deepseek": 102400,
-    "gemma": 256000,
-    "glm-4": 151552,
-    "glm4": 151552,
-    "glm": 65024,
-    "gpt": 50304,
-    "grok": 131072,
-    "hunyuan": 128512,
-    "internlm2": 92544,
-    "internlm3": 128512,
-    "internlm": 103168,
-    "llama3": 128256,
-    "llama-3": 128256,
-    "llama": 32000,
-    "minimax": 200064,
-    "mixtral": 32000,
-    "mistral": 32000,
-    "minicpm": 122753,
-    "phi": 32064,
-    "qwen": 151936,
-    "seed": 155136,
-    "yi": 64000,
-    "telechat": 131072,
-}
-"""Words of a tokenizer by the model's name, where the row has none; first match."""
 FAMILIES = (
     "aquila baichuan bloom chatglm codegeex codellama deepseek gemma glm gpt-oss gpt grok hunyuan internlm "
     "longcat minicpm minimax mixtral mistral mpt nemotron phi codeqwen qwen1.5 qwen2.5 qwen2 qwen3 qwen seed telechat "
     "yi llama3 llama2 llama kimi"
 ).split()
-NAMED = {
-    "gptoss120b": "gpt-oss-120b",
-    "gptoss20b": "gpt-oss-20b",
-    "qwen330ba3b": "qwen3-30b-a3b",
-    "qwen3235ba22b": "qwen3-235b-a22b",
-    "qwen3moe30b": "qwen3-30b-a3b",
-    "deepseekv3": "deepseek-v3",
-}
 HARDWARE = {
     "a100_40gb": "a100",
     "a100_80gb": "a100",
@@ -68,46 +26,6 @@ HARDWARE = {
     "H100": "h100",
     "H200": "h200",
 }
-
-
-@dataclass
-class Case:
-    """One row."""
-
-    what: str
-    kind: str
-    """"time", "lora time", "ci time" or "memory"."""
-    family: str
-    hardware: str = ""
-    model: Architecture | None = None
-    run: Settings | None = None
-    published: float = 0.0
-    """Seconds of a step, or bytes of the fullest rank."""
-    stages: tuple[float, ...] = ()
-    """Bytes of each pipeline stage, of a list by rank."""
-    reason: str = ""
-    """Why it is not predicted."""
-    doubtful: bool = False
-    low_precision: bool = False
-    config: str = ""
-    source: str = ""
-    source_device: str = ""
-    """As the row has it."""
-    unit: str = ""
-    first_seen: str = "9"
-    """Month in which a list of peaks by rank was first published."""
-
-    @property
-    def size(self) -> str:
-        """Class of size by parameters."""
-        if self.model is None:
-            return ""
-        n = self.model.parameters / 1e9
-        return next((name for top, name in ((3, "<3B"), (9, "3-9B"), (22, "9-22B"), (50, "22-50B")) if n < top), ">50B")
-
-
-class Unreadable(Exception):
-    """Why a row is not predicted."""
 
 
 def read_cases(path: str) -> list[Case]:
@@ -125,7 +43,7 @@ def read_cases(path: str) -> list[Case]:
             continue
         if line["kind"] == "memory_ci_ranks":
             line = {**line, "source": peaks.get(line["what"], line["source"])}
-        config = dict(p.partition("=")[::2] for p in _split(line["shape_or_config"]))
+        config = config_of(line)
         case = Case(line["what"], kind_of(line, config), family_of(line["what"]), config=line["shape_or_config"])
         case.source_device = line["hardware"]
         case.source, case.unit, case.doubtful = line["source"], line["unit"], "note" in config
@@ -164,11 +82,6 @@ def mark_contradictions(cases: list[Case], values: list[str]) -> None:
         if max(c.published for c in same) > 1.5 * min(c.published for c in same):
             for case in same:
                 case.doubtful = True
-
-
-def _split(text: str) -> list[str]:
-    """The parts between semicolons, but for those in brackets or quotes."""
-    return re.split(r";(?![^\[]*\])", text)
 
 
 def kind_of(line: dict[str, str], config: dict[str, str]) -> str:
@@ -212,12 +125,8 @@ def _fill(case: Case, line: dict[str, str], config: dict[str, str], twin: bool) 
     ):
         raise Unreadable("a vision part, an encoder, or layers other than plain attention and feed-forward")
     if "Ascend" in line["hardware"] or "Atlas" in line["hardware"] or "910" in line["hardware"]:
-        from benchmarks.published_ascend import ascend_run
-
         case.model, case.run = ascend_run(case, config)
     else:
-        from benchmarks.published_gpu import gpu_run
-
         case.model, case.run = gpu_run(case, line, config)
     if case.kind == "memory by rank":
         ranks = [float(x) * 2**20 for x in line["value"].split("/") if x]
@@ -273,41 +182,3 @@ def published_value(case: Case, line: dict[str, str], unit: str, twin: bool) -> 
             return each * flops / (value / 100 * peak)
         raise Unreadable("MFU of a peak that is not stated")
     raise Unreadable(f"unit {unit}")
-
-
-def config_of(line: dict[str, str]) -> dict[str, str]:
-    return dict(p.partition("=")[::2] for p in _split(line["shape_or_config"]))
-
-
-def number(config: dict[str, str], name: str, default: int = 0) -> int:
-    """A whole number of a row; no default: it has to be stated."""
-    text = config.get(name, "")
-    if re.fullmatch(r"-?\d+", text):
-        return int(text)
-    if text and not default:
-        raise Unreadable(f"{name} is {text!r}")
-    return default
-
-
-def truth(config: dict[str, str], name: str) -> bool:
-    return config.get(name) in ("True", "1", "true")
-
-
-def vocabulary(what: str, config: dict[str, str]) -> int:
-    if number(config, "vocab"):
-        return number(config, "vocab")
-    name = what.lower().replace("llama_3", "llama3")
-    return next((n for key, n in VOCABULARIES.items() if key in name), 64000)
-
-
-def pad(model: Architecture, tp: int) -> Architecture:
-    """Megatron pads the vocabulary to whole parts of 128."""
-    part = 128 * tp
-    return dataclasses.replace(model, vocab=-(-model.vocab // part) * part)
-
-
-def named(what: str) -> Any:
-    """A published architecture by a table's name."""
-    text = re.sub(r"\(.*?\)|2-node|DeepCompile.*", "", what).strip().replace("_", " ")
-    key = re.sub(r"[^a-z0-9.]", "", text.lower())
-    return architecture(NAMED.get(key, key))

@@ -29,8 +29,9 @@ import numpy as np
 import torch
 
 from benchmarks.fit_runs import Fit, fit, formulas, group_of, with_values
+from benchmarks.published_cells import Case
 from benchmarks.published_kernels import KernelRow, read_kernels
-from benchmarks.published_rows import Case, read_cases
+from benchmarks.published_rows import read_cases
 from mindspeed_fx.errors import OptionError
 from mindspeed_fx.planning.predict import predict
 from mindspeed_fx.planning.predict.memory import peak_memory
