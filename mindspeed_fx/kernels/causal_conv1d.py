@@ -163,14 +163,18 @@ def _backward_cost(out, grad, x, weight, bias, silu):
     return once(out, grad, x, weight, bias, vector=x.numel * (2 * one + (one + SPECIAL + 6 if silu else 0)))
 
 
+REACH = 64
+"""No more lines has a tile, with those before it that the weights read."""
+
+
 def _refuse(x, weight, bias, **others):
     channels, size = weight.shape
     if not (isinstance(channels, int) and isinstance(size, int) and size <= 16):
         return f"{size} weights for each channel, the kernel takes known sizes up to 16"
     if not all(any(symbols.statically_known_true(t.stride(d) == 1) for d in (1, 2)) for t in (x, *others.values())):
         return "neither channels nor the sequence are contiguous"
-    if hint(channels) * hint(x.stride(1)) + hint(x.shape[2]) * hint(x.stride(2)) >= 2**31:
-        return "a sequence of more elements than offsets of 32 bits reach"
+    if any(REACH * hint(t.stride(d)) >= 2**31 for t in (x, *others.values()) for d in (1, 2)):
+        return "lines further apart than offsets of 32 bits reach within a tile"
     return triton.refuse_types(1, x=x, weight=weight, bias=bias, **others)
 
 

@@ -35,7 +35,7 @@ def attention_lse_rows(
     for item in range(tl.program_id(0), batch * tiles, tl.num_programs(0)):
         first = (item % tiles) * ROWS
         whole = tl.cast(item // tiles, tl.int64) * N * seq
-        place = tl.cast(heads, tl.int64) * seq * REPEATED + (first + rows) * REPEATED + again
+        place = heads * seq * REPEATED + (first + rows) * REPEATED + again
         mask = (heads < N) & (first + rows < seq)
         top = tl.max(tl.load(top_ptr + whole * REPEATED + place, mask=mask, other=0.0), axis=2)
         total = tl.max(tl.load(total_ptr + whole * REPEATED + place, mask=mask, other=1.0), axis=2)
