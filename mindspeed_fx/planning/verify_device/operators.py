@@ -81,6 +81,8 @@ def _layers(m: Maker) -> Losses:
     x, w = m.hidden(), m.randn(m.h)
     yield ops.linear(x, m.randn(m.d, m.h), m.randn(m.d)) ** 2
     yield ops.linear(x, m.randn(m.d, m.h), None) ** 2
+    for recipe in ("tensor", "row", "block"):
+        yield ops.linear_fp8(x, m.randn(m.d, m.h), recipe) * 2
     yield ops.rms_norm(x, w, 1e-5, True)[0] * m.hidden(grad=False)
     yield ops.rms_norm(x, None, 1e-5, False)[0] * m.hidden(grad=False)
     y, total, _ = ops.add_rms_norm(x, m.hidden(), w, 1e-5, False)

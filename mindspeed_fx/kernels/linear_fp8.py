@@ -1,0 +1,187 @@
+"""Linear layer whose three products multiply 8-bit floats: scales of whole tensors, of rows, or of blocks of 128.
+
+Each operand is multiplied by its scale, the largest 8-bit number over the largest magnitude of the part that shares it,
+rounded to 8 bits (no number leaves their range), multiplied and summed wide, and the result divided by both scales.
+A recipe says which part shares a scale, t being the dimension that the product sums over:
+
+    "tensor"  the whole operand; the gradient of the result in e5m2, everything else in e4m3
+    "row"     all of t: rows of one operand, columns of the other; scales are powers of two, all in e4m3
+    "block"   128 of t in each row of activations and gradients, 128 x 128 of a weight; all in e4m3
+
+Sources: torchao's float8 recipes "tensorwise" and "rowwise" (torchao/float8/config.py, float8_utils.py); DeepSeek-AI
+2024, "DeepSeek-V3 Technical Report" (arXiv 2412.19437), section 3.3.2, for blocks.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
+from mindspeed_fx.cost.operators import once
+from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, as_rows, operator
+
+RECIPES = ("tensor", "row", "block")
+BLOCK = 128
+SMALLEST = 1e-12
+"""Magnitude below which the scale does not grow, as torchao's."""
+NARROW, FAR = torch.float8_e4m3fn, torch.float8_e5m2
+"""Three bits of fraction, for values and weights; two, of a larger range, for gradients."""
+
+
+def _fake(x, weight, recipe):
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@operator("linear_fp8(Tensor x, Tensor weight, str recipe) -> Tensor", _fake)
+def linear_fp8(x: Tensor, weight: Tensor, recipe: str) -> Tensor:
+    """x weight^T of 8-bit operands; the recipes stand at the top of this file.
+
+    Args:
+        x: [..., k], float; scales and sums are in float32 (float64 for float64).
+        weight: [n, k], of the same type.
+        recipe: one of :data:`RECIPES`.
+
+    Returns:
+        [..., n], of the type of ``x``. Both have gradients, of 8-bit operands too; rounding itself counts as identity.
+
+    Raises:
+        ValueError: an unknown recipe, or shapes that do not fit.
+    """
+    _check(x, weight, recipe)
+    rows = rounded(as_rows(x), 1, recipe, NARROW)
+    out = rows @ rounded(weight, 1, recipe, NARROW, is_weight=True).t()
+    return out.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+
+
+def _check(x: Tensor, weight: Tensor, recipe: str) -> None:
+    torch._check_value(recipe in RECIPES, lambda: f"linear_fp8: recipe={recipe!r}; valid: {', '.join(RECIPES)}")
+    torch._check_value(
+        weight.dim() == 2 and x.dim() > 0 and x.shape[-1] == weight.shape[1],
+        lambda: f"linear_fp8: x is {list(x.shape)}, weight {list(weight.shape)}; valid: [..., k] and [n, k]",
+    )
+
+
+def rounded(x: Tensor, axis: int, recipe: str, dtype: torch.dtype, is_weight: bool = False) -> Tensor:
+    """What the product sees of an operand: numbers of 8 bits over their scales.
+
+    Args:
+        x: [rows, columns], float.
+        axis: the dimension that is summed over.
+        recipe: one of :data:`RECIPES`.
+        dtype: of 8 bits.
+        is_weight: whether blocks are square.
+
+    Returns:
+        [rows, columns], in float32 (float64 for float64).
+    """
+    wide = x.to(accumulation_dtype(x.dtype))
+    top, scale = torch.finfo(dtype).max, _scale(wide, axis, recipe, dtype, is_weight)
+    # Through float32, from which the conversion to 8 bits is defined.
+    return (wide * scale).clamp(-top, top).float().to(dtype).to(wide.dtype) / scale
+
+
+def _scale(x: Tensor, axis: int, recipe: str, dtype: torch.dtype, is_weight: bool) -> Tensor:
+    """Of each element of ``x``, or of those that share it."""
+    if x.numel() == 0:
+        return x.new_ones(())
+    sizes = [BLOCK if is_weight or d == axis else 1 for d in (0, 1)]
+    if recipe == "tensor":
+        largest = x.abs().amax()
+    elif recipe == "row":
+        largest = x.abs().amax(axis, keepdim=True)
+    else:
+        filled = F.pad(x.abs(), (0, -x.shape[1] % sizes[1], 0, -x.shape[0] % sizes[0]))
+        largest = filled.unflatten(1, (-1, sizes[1])).unflatten(0, (-1, sizes[0])).amax((1, 3))
+    # In float64 and then float32: one number, whatever compiles this.
+    scale = (torch.finfo(dtype).max / largest.double().clamp(min=SMALLEST)).float()
+    if recipe == "row":
+        scale = scale.log2().floor().exp2()
+    if recipe == "block":
+        scale = scale.repeat_interleave(sizes[0], 0).repeat_interleave(sizes[1], 1)[: x.shape[0], : x.shape[1]]
+    return scale.to(x.dtype)
+
+
+def _fake_backward(grad, x, weight, recipe, needed):
+    return tuple(t.new_empty(t.shape) if need else x.new_empty(0) for t, need in zip((x, weight), needed))
+
+
+@operator(
+    "linear_fp8_backward(Tensor grad, Tensor x, Tensor weight, str recipe, bool[2] needed) -> (Tensor, Tensor)",
+    _fake_backward,
+)
+def linear_fp8_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, recipe: str, needed: list[bool]
+) -> tuple[Tensor, Tensor]:
+    """Gradients (dx, dweight) of :func:`linear_fp8`, of size 0 where not needed: dx = grad weight, dweight = grad^T x
+    over all rows, each of operands that are rounded for it."""
+    dtype = FAR if recipe == "tensor" else NARROW
+    rows, inputs = as_rows(grad), as_rows(x)
+    dx, dweight = x.new_empty(0), x.new_empty(0)
+    if needed[0]:
+        dx = rounded(rows, 1, recipe, dtype) @ rounded(weight, 0, recipe, NARROW, is_weight=True)
+        dx = dx.to(x.dtype).view(x.shape)
+    if needed[1]:
+        dweight = rounded(rows, 0, recipe, dtype).t() @ rounded(inputs, 0, recipe, NARROW)
+        dweight = dweight.to(weight.dtype)
+    return dx, dweight
+
+
+def _setup(ctx, inputs, output):
+    x, weight, ctx.recipe = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _backward(ctx, grad):
+    needed = list(ctx.needs_input_grad[:2])
+    grads = torch.ops.mindspeed.linear_fp8_backward(grad, *ctx.saved_tensors, ctx.recipe, needed)
+    return *(g if need else None for g, need in zip(grads, needed)), None
+
+
+torch.library.register_autograd("mindspeed::linear_fp8", _backward, setup_context=_setup, lib=LIBRARY)
+
+
+@linear_fp8.shard
+def _sharding_rule(x, weight, recipe):
+    """By row of ``x``, where rows share no scale with others. With scales that are powers of two also by column and by
+    summand: a part's own scale rounds alike, but for numbers that 8 bits lose beside the largest of the whole."""
+    last = x.ndim - 1
+    rows = [([d], [d, REPLICATED]) for d in range(last)]
+    return {"tensor": [], "block": rows, "row": [*rows, ([last], [REPLICATED, 0]), ([PARTIAL], [last, 1])]}[recipe]
+
+
+@linear_fp8_backward.shard
+def _sharding_rule_backward(grad, x, weight, recipe, needed):
+    """As the forward: rows are what the weight's gradient sums over."""
+
+    def results(*placements):
+        return [p if need else REPLICATED for p, need in zip(placements, needed)]
+
+    last = x.ndim - 1
+    rows = [(results(d, PARTIAL), [d, d, REPLICATED]) for d in range(last)]
+    if recipe == "row":
+        return rows + [
+            (results(PARTIAL, 0), [last, REPLICATED, 0]),
+            (results(last, 1), [REPLICATED, last, 1]),
+        ]
+    return rows if recipe == "block" and not needed[1] else []
+
+
+NUMBERS = str(NARROW).removeprefix("torch.")
+
+
+@linear_fp8.costs
+def _cost(out, x, weight, recipe):
+    """A product at the rate of 8 bits; each operand's magnitudes, scale, clamp and rounding on the vector units."""
+    flops = 2 * x.numel * weight.shape[0]
+    return once(out, x, weight, flops=flops, vector=5 * (x.numel + weight.numel) + out.numel, dtype=NUMBERS)
+
+
+@linear_fp8_backward.costs
+def _backward_cost(out, grad, x, weight, recipe, needed):
+    """Two products, each of two operands that are rounded for it."""
+    to_x, to_weight = (int(n) for n in needed)
+    flops = 2 * (to_x + to_weight) * x.numel * weight.shape[0]
+    read = [grad] + [weight] * to_x + [x] * to_weight
+    return once(out, *read, flops=flops, vector=5 * sum(t.numel for t in read), dtype=NUMBERS)

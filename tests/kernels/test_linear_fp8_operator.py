@@ -1,0 +1,127 @@
+"""Linear layers of 8-bit operands: by formula, element by element; gradients; graphs; what torchao's layers give."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from mindspeed_fx.kernels.linear_fp8 import RECIPES
+
+ops = torch.ops.mindspeed
+E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def by_formula(a: torch.Tensor, b: torch.Tensor, recipe: str, dtypes: tuple, squares: tuple) -> torch.Tensor:
+    """a [m, t] b [t, n] of 8-bit operands, each part that shares a scale on its own."""
+    return eighth(a, 1, recipe, dtypes[0], squares[0]) @ eighth(b, 0, recipe, dtypes[1], squares[1])
+
+
+def eighth(x: torch.Tensor, axis: int, recipe: str, dtype: torch.dtype, square: bool) -> torch.Tensor:
+    result, (rows, columns) = torch.empty_like(x), x.shape
+    high, wide = {
+        "tensor": (rows, columns),
+        "row": (1, columns) if axis == 1 else (rows, 1),
+        "block": (128, 128) if square else (1, 128) if axis == 1 else (128, 1),
+    }[recipe]
+    for i, j in itertools.product(range(0, rows, high), range(0, columns, wide)):
+        part = x[i : i + high, j : j + wide]
+        scale = torch.tensor(torch.finfo(dtype).max / max(part.abs().max().item(), 1e-12), dtype=torch.float32)
+        if recipe == "row":
+            scale = 2.0 ** scale.log2().floor()
+        result[i : i + high, j : j + wide] = (part * scale).float().to(dtype).double() / scale
+    return result
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_products_and_gradients_by_formula(recipe):
+    x, weight, grad = (torch.randn(n, dtype=torch.double) * 3 for n in ((2, 70, 150), (133, 150), (2, 70, 133)))
+    x[0, 3], weight[:, 5] = x[0, 3] * 1000, 0  # a far row, and a column of no magnitude
+    x.requires_grad_(), weight.requires_grad_()
+    out = ops.linear_fp8(x, weight, recipe)
+    out.backward(grad)
+    g, rows, w = grad.flatten(0, 1), x.detach().flatten(0, 1), weight.detach()
+    far = E5 if recipe == "tensor" else E4
+    want = by_formula(rows, w.t(), recipe, (E4, E4), (False, True))
+    torch.testing.assert_close(out.detach().flatten(0, 1), want, rtol=1e-12, atol=1e-12)
+    want = by_formula(g, w, recipe, (far, E4), (False, True))
+    torch.testing.assert_close(x.grad.flatten(0, 1), want, rtol=1e-12, atol=1e-12)
+    want = by_formula(g.t(), rows, recipe, (far, E4), (False, False))
+    torch.testing.assert_close(weight.grad, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_as_near_as_8_bits_are(recipe, dtype):
+    """Three bits of fraction: a relative rounding of at most 1/16 in each operand, 1/8 where a gradient has two."""
+    x, weight = torch.randn(64, 256).to(dtype).requires_grad_(), torch.randn(96, 256).to(dtype).requires_grad_()
+    out, plain = ops.linear_fp8(x, weight, recipe), torch.nn.functional.linear(x.double(), weight.double())
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    wanted = plain, grad.double() @ weight.detach().double(), grad.double().t() @ x.detach().double()
+    for have, want, bound in zip((out, x.grad, weight.grad), wanted, (0.06, 0.09, 0.09)):
+        assert have.dtype == dtype
+        assert 0.005 < (have.double() - want).norm() / want.norm() < bound
+
+
+@pytest.mark.parametrize("needed", [(True, False), (False, True)])
+def test_only_what_is_asked_for(needed):
+    x, weight = torch.randn(5, 16, requires_grad=needed[0]), torch.randn(3, 16, requires_grad=needed[1])
+    ops.linear_fp8(x, weight, "row").sum().backward()
+    assert (x.grad is not None, weight.grad is not None) == needed
+    grads = ops.linear_fp8_backward(torch.ones(5, 3), x.detach(), weight.detach(), "row", list(needed))
+    assert tuple(g.numel() > 0 for g in grads) == needed
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_rules_of_custom_operators(recipe):
+    x, weight = torch.randn(2, 5, 16, requires_grad=True), torch.randn(3, 16, requires_grad=True)
+    results = torch.library.opcheck(ops.linear_fp8.default, (x, weight, recipe), raise_exception=False)
+    assert set(results.values()) == {"SUCCESS"}, results
+    assert ops.linear_fp8(torch.empty(0, 16), weight, recipe).shape == (0, 3)
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(ValueError, match="recipe='rows'; valid: tensor, row, block"):
+        ops.linear_fp8(torch.randn(2, 16), torch.randn(3, 16), "rows")
+    with pytest.raises(ValueError, match=r"x is \[2, 15\], weight \[3, 16\]; valid: \[\.\.\., k\] and \[n, k\]"):
+        ops.linear_fp8(torch.randn(2, 15), torch.randn(3, 16), "row")
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, recipe: str):
+        super().__init__()
+        self.recipe, self.weight = recipe, torch.nn.Parameter(torch.randn(24, 16))
+
+    def forward(self, x):
+        return ops.linear_fp8(torch.nn.functional.silu(x), self.weight, self.recipe).square().mean()
+
+
+@pytest.mark.parametrize(
+    "codegen, recipe",
+    [*(("eager", r) for r in RECIPES), *(pytest.param("inductor", r, marks=pytest.mark.slow) for r in RECIPES)],
+)
+def test_a_compiled_step_is_the_eager_one(codegen, recipe):
+    layer, x = Layer(recipe), torch.randn(2, 130, 16, requires_grad=True)
+    layer(x).backward()
+    want, layer.weight.grad, x.grad = (layer.weight.grad, x.grad), None, None
+    torch.compile(layer, backend="mindspeed", fullgraph=True, options={"codegen": codegen})(x).backward()
+    for have, w in zip((layer.weight.grad, x.grad), want):
+        torch.testing.assert_close(have, w, rtol=1e-5, atol=1e-6)
+        assert have.abs().sum() > 0
+
+
+@pytest.mark.parametrize("recipe, name", [("tensor", "tensorwise"), ("row", "rowwise")])
+def test_torchaos_layer_gives_the_same(recipe, name):
+    float8 = pytest.importorskip("torchao.float8", reason="torchao is not installed")
+    config = float8.Float8LinearConfig.from_recipe_name(name)
+    object.__setattr__(config, "emulate", True)
+    plain = torch.nn.Linear(64, 32, bias=False)
+    theirs = float8.convert_to_float8_training(torch.nn.Sequential(plain), config=config)
+    x, weight = torch.randn(48, 64, requires_grad=True), plain.weight.detach().clone().requires_grad_()
+    ops.linear_fp8(x, weight, recipe).square().sum().backward()
+    other = x.detach().clone().requires_grad_()
+    theirs(other).square().sum().backward()
+    torch.testing.assert_close(x.grad, other.grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(weight.grad, theirs[0].weight.grad, rtol=1e-4, atol=1e-4)
