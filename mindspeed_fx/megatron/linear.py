@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_fx.megatron import collectives, groups, main_grad, patches, uneven
+from mindspeed_fx.megatron import collectives, fp8_linears, groups, main_grad, patches, uneven
 
 LINEAR = "tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce"
 
@@ -41,16 +41,19 @@ def linear(
         input = collectives.gather_from_sequence_parallel_region(input, True, tp_group)
     elif allreduce_dgrad:
         input = collectives.copy_to_tensor_model_parallel_region(input, tp_group)
+    if recipe := fp8_linears.recipe_of(weight):
+        return fp8_linears.linear(input, weight, bias, recipe)
     return main_grad.linear(input, weight, bias) if gradient_accumulation_fusion else F.linear(input, weight, bias)
 
 
 def eager_linear(*args: Any, **kwargs: Any) -> Tensor:
-    """Outside a graph Megatron's own, but for ``gradient_accumulation_fusion``, whose extension needs CUDA, and for
-    parts of unequal length."""
+    """Outside a graph Megatron's own, but for ``gradient_accumulation_fusion``, whose extension needs CUDA, for parts
+    of unequal length, and for products of 8 bits."""
     if torch.compiler.is_compiling():
         return linear(*args, **kwargs)
     is_ours = SIGNATURE.bind(*args, **kwargs).arguments["gradient_accumulation_fusion"]
-    return (linear if is_ours or gathers_unevenly(*args, **kwargs) else patches.original(LINEAR))(*args, **kwargs)
+    is_ours = is_ours or is_ours_outside_graphs(*args, **kwargs)
+    return (linear if is_ours else patches.original(LINEAR))(*args, **kwargs)
 
 
 SIGNATURE = inspect.signature(linear)
@@ -59,6 +62,16 @@ SIGNATURE = inspect.signature(linear)
 def gathers_unevenly(*args: Any, **kwargs: Any) -> bool:
     """Whether a call gathers a sequence of which ranks hold unequal parts."""
     return uneven.is_sequence_uneven() and SIGNATURE.bind(*args, **kwargs).arguments["sequence_parallel"]
+
+
+def is_of_8_bits(*args: Any, **kwargs: Any) -> bool:
+    """Whether a call of :func:`linear` or :func:`frozen_linear` multiplies 8-bit operands."""
+    return fp8_linears.recipe_of(kwargs["weight"] if "weight" in kwargs else args[1]) is not None
+
+
+def is_ours_outside_graphs(*args: Any, **kwargs: Any) -> bool:
+    """Whether Megatron's own function on CUDA cannot do what a call asks for."""
+    return gathers_unevenly(*args, **kwargs) or is_of_8_bits(*args, **kwargs)
 
 
 eager_linear.warned = False  # Megatron's own keeps this flag on whatever has its name

@@ -22,6 +22,7 @@ from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
     experts,
     experts_npu,
     forward_beside_backward,
+    fp8_linears,
     fusions,
     gated_delta_net,
     groups,
@@ -67,6 +68,7 @@ def table() -> list[Patch]:
         _everywhere()
         + packed_sequences.table()
         + uneven.table()
+        + fp8_linears.table(_has_transformer_engine())
         + wide_norms.table()
         + streams.table()
         + torch_fsdp2.table()
@@ -237,7 +239,7 @@ def _in_graph() -> list[Patch]:
                     linear.LINEAR,
                     linear.linear,
                     "async_op=True in its backward cannot be captured",
-                    also=linear.gathers_unevenly,
+                    also=linear.is_ours_outside_graphs,
                 )
             ]
             if groups.kind() == "cuda"
@@ -247,6 +249,7 @@ def _in_graph() -> list[Patch]:
             "tensor_parallel.layers:linear_with_frozen_weight",
             linear.frozen_linear,
             "all-reduces in place in its backward",
+            also=linear.is_of_8_bits,
         ),
         Patch(
             "tensor_parallel.layers:VocabParallelEmbedding.forward",

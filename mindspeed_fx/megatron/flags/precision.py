@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from mindspeed_fx.megatron.flags.flag import REFUSED, Flag, added, setting, switch, word
 
-EIGHT = "products in 8 bits need Transformer Engine; remove it and train with --bf16"
+EIGHT = (
+    "needs TransformerEngine; use --fp8-format hybrid --fp8-recipe tensorwise, --fp8-format e4m3 --fp8-recipe "
+    "blockwise, or --bf16 alone"
+)
 QUANTIZED = "train with --bf16: remove it"
 
 FLAGS = [

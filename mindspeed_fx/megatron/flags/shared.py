@@ -6,10 +6,15 @@ from typing import Any
 
 from mindspeed_fx.megatron.flags.flag import MEGATRON, Flag
 
+EIGHT = (
+    "without TransformerEngine linears of layers, hybrid with tensorwise or e4m3 with blockwise "
+    "(mindspeed::linear_fp8); others are refused by name"
+)
 
-def _shared(name: str, asks: str, kind: Any = None, **more: Any) -> Flag:
+
+def _shared(name: str, asks: str, kind: Any = None, does: str = "Megatron's own flag", **more: Any) -> Flag:
     action = {"action": "store_true", "default": False} if kind is None else {"type": kind}
-    return Flag(name, MEGATRON, asks, "Megatron's own flag", requested=lambda args: False, **{**action, **more})
+    return Flag(name, MEGATRON, asks, does, requested=lambda args: False, **{**action, **more})
 
 
 FLAGS = [
@@ -23,8 +28,8 @@ FLAGS = [
     _shared("--linear-num-value-heads", "delta rule: heads of values", int, llm=True),
     _shared("--padded-vocab-size", "size of the vocabulary with padding", int, llm=True),
     _shared("--experimental-attention-variant", "dsa: sparse attention", str),
-    _shared("--fp8-format", "products in 8 bits", str, dest="fp8"),
-    _shared("--fp8-recipe", "how products in 8 bits are scaled", str, default="delayed"),
+    _shared("--fp8-format", "products in 8 bits", str, EIGHT, dest="fp8"),
+    _shared("--fp8-recipe", "how products in 8 bits are scaled", str, EIGHT, default="delayed"),
     _shared("--moe-router-dtype", "type of the router's product", str),
     _shared("--position-embedding-type", "how positions are told", str, default="learned_absolute"),
     _shared("--tokenizer-type", "which tokenizer", str),

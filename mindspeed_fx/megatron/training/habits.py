@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Callable
 
-from mindspeed_fx.megatron import groups, patches
+from mindspeed_fx.megatron import fp8_linears, groups, patches
 from mindspeed_fx.megatron.training import assertions
 
 ARGUMENTS = "megatron.training.arguments:validate_args"
@@ -151,6 +151,7 @@ def refuse(args: Namespace) -> None:
         ValueError: one of them is asked for; the message names it.
     """
     _refuse_flex(args)
+    fp8_linears.refuse(args)
     if getattr(args, "use_megatron_fsdp", False) and groups.kind() != "cuda":
         raise ValueError(
             f"--use-megatron-fsdp needs CUDA, which it names, and this is {groups.kind()}; --use-torch-fsdp2 "

@@ -17,7 +17,7 @@ REFUSED = {
     "--swiglu": """
     --fc-type=some
     """,
-    "Transformer Engine": """
+    "TransformerEngine": """
     --fp8-format=hif8 --fp8-recipe=groupwise --fp8-recipe=mxfp8-32x32 --fp8-reuse-quantized-weight
     --te-comparison-with-bf16 --te-comparison-with-cpu --te-gmm-mode=performance
     """,

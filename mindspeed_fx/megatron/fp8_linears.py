@@ -1,0 +1,113 @@
+"""``--fp8-format``, ``--fp8-recipe``: linear layers of 8-bit operands in Megatron's local layers.
+
+In Megatron they are TransformerEngine's; without it the flags changed nothing, and nobody said so. As there, the
+linears of transformer layers are meant, and not embeddings, routers and the last projection to the vocabulary. A rank
+scales its own parts of what is divided. Formulas: :mod:`mindspeed_fx.kernels.linear_fp8`; gradients are added to
+``main_grad`` by Megatron's hooks.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from argparse import Namespace
+from typing import Any, Callable
+
+import torch
+from torch import Tensor
+
+from mindspeed_fx.megatron import patches
+from mindspeed_fx.megatron.patches import EVERYWHERE, Patch
+
+LAYER = "transformer.transformer_layer:TransformerLayer.__init__"
+CHECKPOINT = "transformer.transformer_block:te_checkpoint"
+RECIPES = {("hybrid", "tensorwise"): "tensor", ("e4m3", "blockwise"): "block"}
+"""(format, recipe) -> recipe of :func:`mindspeed_fx.kernels.linear_fp8.linear_fp8`."""
+KEY = "_mindspeed_fx_fp8_recipe"
+_NO_OTHERS = {
+    "fp8_param_gather": "--fp8-param-gather",
+    "fp8_dot_product_attention": "--fp8-dot-product-attention",
+    "fp8_multi_head_attention": "--fp8-multi-head-attention",
+    "num_experts": "--num-experts",
+    "use_torch_fsdp2": "--use-torch-fsdp2",
+    "tp_2d": "--tp-2d",
+}
+"""Arguments beside which it cannot be had, by their names."""
+
+
+def refuse(args: Namespace) -> None:
+    """What is asked of 8 bits and less and is not done here.
+
+    Raises:
+        ValueError: the message names the flag, its value and what is valid.
+    """
+    if importlib.util.find_spec("transformer_engine") is not None:
+        return
+    if getattr(args, "fp4", None):
+        raise ValueError(f"--fp4-format {args.fp4} needs TransformerEngine, which is not installed; remove it")
+    if not getattr(args, "fp8", None):
+        return
+    asked = args.fp8, getattr(args, "fp8_recipe", "delayed")
+    if asked not in RECIPES:
+        valid = " and ".join(f"--fp8-format {f} --fp8-recipe {r}" for f, r in RECIPES)
+        raise ValueError(
+            f"--fp8-format {asked[0]} --fp8-recipe {asked[1]} needs TransformerEngine, which is not installed; without "
+            f"it: {valid}"
+        )
+    if not getattr(args, "fp8_wgrad", True):
+        raise ValueError("--no-fp8-wgrad needs TransformerEngine, which is not installed; remove it")
+    others = [flag for name, flag in _NO_OTHERS.items() if getattr(args, name, None)]
+    if "mlp" in (getattr(args, "recompute_modules", None) or []):
+        others.append("--recompute-modules mlp")
+    if getattr(args, "mtp_num_layers", None) and getattr(args, "recompute_granularity", None) == "full":
+        others.append("--mtp-num-layers with --recompute-granularity full")
+    for flag in others:
+        raise ValueError(f"{flag} beside --fp8-format needs TransformerEngine, which is not installed")
+
+
+def recipe_of(weight: Tensor) -> str | None:
+    """In which recipe products with ``weight`` are of 8 bits; None: they are not."""
+    return getattr(weight, KEY, None)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: str) -> Tensor:
+    """``x weight^T + bias`` of 8-bit operands; the bias is added in the type of ``x``."""
+    out = torch.ops.mindspeed.linear_fp8(x, weight, recipe)
+    return out if bias is None else out + bias
+
+
+def layer_init(self: Any, *args: Any, **kwargs: Any) -> None:
+    """``TransformerLayer.__init__``, after which the weights of its linears know their recipe."""
+    patches.original(LAYER)(self, *args, **kwargs)
+    mark(self)
+
+
+def mark(layer: Any) -> None:
+    """Have the linears of a transformer layer compute as its configuration says."""
+    from megatron.core.fp8_utils import is_first_last_bf16_layer
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    config = layer.config
+    asked = getattr(config, "fp8_recipe", None)
+    recipe = RECIPES.get((getattr(config, "fp8", None), getattr(asked, "value", asked)))
+    if recipe is None or is_first_last_bf16_layer(config, layer.layer_number - 1):
+        return
+    for module in layer.modules():
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)) and module.weight is not None:
+            setattr(module.weight, KEY, recipe)
+
+
+def checkpoint(function: Callable, distribute: bool, rng_tracker: Any, group: Any, *args: Any) -> Any:
+    """``te_checkpoint`` as Megatron's own of layers in 16 bits: what is recomputed rounds the same numbers alike."""
+    from megatron.core import tensor_parallel
+
+    return tensor_parallel.checkpoint(function, distribute, *args)
+
+
+def table(has_transformer_engine: bool) -> list[Patch]:
+    """The patches."""
+    if has_transformer_engine:
+        return []
+    return [
+        Patch(LAYER, layer_init, "--fp8-format changed nothing", EVERYWHERE),
+        Patch(CHECKPOINT, checkpoint, "layers of 8 bits are recomputed by what is not there", EVERYWHERE, copies=False),
+    ]
