@@ -10,7 +10,7 @@ import types
 from typing import Any, Iterable, Sequence
 
 from mindspeed_fx.errors import OptionError, nearest
-from mindspeed_fx.megatron import missing, patches
+from mindspeed_fx.megatron import fp8_linears, missing, patches
 from mindspeed_fx.megatron.flags.account import (
     SKIP_FLAG,
     SKIP_VARIABLE,
@@ -21,7 +21,7 @@ from mindspeed_fx.megatron.flags.account import (
     words_of,
 )
 from mindspeed_fx.megatron.flags.config import with_config_fields
-from mindspeed_fx.megatron.flags.flag import Flag
+from mindspeed_fx.megatron.flags.flag import MEGATRON, Flag
 from mindspeed_fx.megatron.flags.table import SUBJECTS, TABLE
 from mindspeed_fx.megatron.flags.tools import PEAK_FLAG
 
@@ -189,13 +189,25 @@ def explain(argv: Sequence[str]) -> list[Account]:
     for name in dict.fromkeys(word.partition("=")[0] for word in argv if word.startswith("--")):
         if name not in known:
             accounts.append(_account_for_other(name, own, parser, arguments is not None))
+    return _with_refusals(accounts, args)
+
+
+def _with_refusals(accounts: list[Account], args: argparse.Namespace) -> list[Account]:
+    """The accounts, those of flags of Megatron's that are refused where it checks its arguments among them."""
+    try:
+        fp8_linears.refuse(args)
+    except ValueError as error:
+        name, _, text = str(error).partition(" ")
+        return [a for a in accounts if a.flag != name] + [Account(name, "refused", text, True)]
     return accounts
 
 
 def _account_for_other(name: str, own: set[str], parser: argparse.ArgumentParser, certain: bool) -> Account:
     """A flag that is none of MindSpeed's."""
+    rows = (flag for flag in TABLE if flag.name == name and flag.state == MEGATRON)
+    done = next((flag.answer for flag in rows), "Megatron's own flag")
     if name in own or name in {flag.name for flag in TABLE}:
-        return Account(name, "Megatron's", "Megatron's own flag")
+        return Account(name, "Megatron's", done)
     if not certain:
         return Account(name, "Megatron's", "Megatron's own flag, if Megatron-LM has it: it is not installed here")
     close = nearest(name, list(parser._option_string_actions))

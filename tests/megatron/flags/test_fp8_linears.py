@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from mindspeed_fx.megatron import fp8_linears
+from mindspeed_fx.megatron.flags import parser
 from tests.megatron import gpt_models
 from tests.megatron.launch import test_models
 
@@ -103,3 +104,11 @@ def test_what_is_done_is_not(given):
 )
 def test_a_run_is_eager_megatrons(flags, world):
     test_models.compare(test_models.modern(flags), world)
+
+
+def test_what_becomes_of_the_flags_is_told_before_a_run():
+    words = "--fp8-format hybrid --fp8-recipe".split()
+    told = {a.flag: a for a in parser.explain([*words, "tensorwise"])}
+    assert "mindspeed::linear_fp8" in told["--fp8-format"].text and not told["--fp8-format"].is_refused
+    (refused,) = [a for a in parser.explain([*words, "delayed"]) if a.is_refused]
+    assert refused.flag == "--fp8-format" and "--fp8-recipe tensorwise" in refused.text
