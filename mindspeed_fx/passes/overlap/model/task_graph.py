@@ -23,7 +23,7 @@ from mindspeed_fx.passes.base import Context
 from mindspeed_fx.passes.overlap.model.tasks import COMPUTE, Buffer, Task, TaskGraph
 
 LARGE = 12_000
-"""Nodes from which passes hand on the order that they have found (benchmarks/results/2026-11-22-overlap_time.txt)."""
+"""Nodes from which passes hand on what they have worked out (benchmarks/results/2026-11-22-overlap_time.txt)."""
 CostOf = Callable[[fx.Node], tuple[float, str]]
 """Seconds of a node, and the link it uses ("" for compute)."""
 
@@ -83,24 +83,21 @@ def tasks_of(gm: fx.GraphModule, cost: CostOf, *, owned: Callable[[fx.Node], boo
 def cached_tasks(
     gm: fx.GraphModule, context: Context | None, cost: Callable[[], CostOf], owned: Callable[[fx.Node], bool] | None
 ) -> GraphTasks:
-    """:func:`tasks_of`, once for all passes of this family where the graph has not changed between them.
+    """:func:`tasks_of`, once for all passes of this family where a graph is LARGE and has not changed between them.
 
     Args:
         context: keeps the tasks for the next pass; None of a copy, which no other pass sees.
     """
-    if context is None:
-        return _tasks(gm, cost, owned)
-    now = [(n, n.target, n.args, n.kwargs) for n in gm.graph.nodes]
-    before, result = context.overlap.tasks
-    if before != now:
-        result = _tasks(gm, cost, owned)
-    context.overlap.tasks = (now, result)
-    return result
-
-
-def _tasks(gm: fx.GraphModule, cost: Callable[[], CostOf], owned: Callable[[fx.Node], bool] | None) -> GraphTasks:
-    with no_gc(len(gm.graph.nodes) > LARGE):
+    if len(gm.graph.nodes) <= LARGE:
         return tasks_of(gm, cost(), owned=owned)
+    now = [(n, n.target, n.args, n.kwargs) for n in gm.graph.nodes]
+    before, result = context.overlap.tasks if context is not None else (None, None)
+    if before != now:
+        with no_gc(True):
+            result = tasks_of(gm, cost(), owned=owned)
+    if context is not None:
+        context.overlap.tasks = (now, result)
+    return result
 
 
 def saved_activation(node: fx.Node) -> bool:
