@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from mindspeed_fx.compat import tracing
-from mindspeed_fx.compat.fake import hint
+from mindspeed_fx.compat.fake import hint, is_fake
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED, Even, first_plain_argument, is_even
 
 
@@ -156,6 +156,15 @@ def local_numel(x: DTensor) -> int:
     local = x._local_tensor
     one = next(iter(local._local_tensors.values())) if hasattr(local, "_local_tensors") else local
     return hint(one.numel())
+
+
+def whole_of(x: DTensor) -> torch.Tensor:
+    """``x.full_tensor()``; of a fake one, whose elements nobody gathers, a tensor of that shape."""
+    local = x._local_tensor
+    if not is_fake(local) or not x.is_contiguous() or any(not isinstance(n, int) for n in x.shape):
+        return x.full_tensor()
+    result = local.new_empty(x.shape).requires_grad_(x.requires_grad and torch.is_grad_enabled())
+    return result.view_as(result)  # with a gradient function, as what is gathered has
 
 
 def has_dtensor(types: Any) -> bool:

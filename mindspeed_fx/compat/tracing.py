@@ -141,6 +141,12 @@ def _proxy_mode() -> Any:
     return mode if mode is not None else _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)
 
 
+def collects_metadata() -> bool:
+    """Whether AOTAutograd runs a function to see what it returns and writes, and records nothing."""
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+    return mode is not None and _proxy_mode() is None
+
+
 def _attach(tracer: Any, module: Any, stem: str) -> str:
     index = 0
     while hasattr(tracer.root, f"{stem}_{index}"):

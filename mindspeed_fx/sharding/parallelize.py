@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from mindspeed_fx import arguments
-from mindspeed_fx.compat.dtensor import is_strided
+from mindspeed_fx.compat.dtensor import is_strided, whole_of
 from mindspeed_fx.errors import nearest
 from mindspeed_fx.sharding import initialize, optimizers
 from mindspeed_fx.sharding.expert_lists import keep_in_one_graph
@@ -206,7 +206,7 @@ def _showing(cls: type, names: tuple[str, ...]) -> type:
 @shows_whole(PARAMETER)
 def gather(parameter: torch.Tensor, key: str) -> torch.Tensor:
     """A parameter, whole. ``key`` is "number of the sharding:name"; the backend knows the call by it."""
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    return whole_of(parameter) if isinstance(parameter, DTensor) else parameter
 
 
 def check_mesh(plan: Plan, have: tuple[str, ...]) -> None:

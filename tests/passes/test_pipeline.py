@@ -8,7 +8,7 @@ import torch
 from mindspeed_fx import passes
 from mindspeed_fx.errors import OptionError
 from mindspeed_fx.options import Options
-from mindspeed_fx.passes import manager
+from mindspeed_fx.passes import manager, runner
 from mindspeed_fx.passes.base import Context
 from mindspeed_fx.passes.check import CheckError
 from mindspeed_fx.passes.runner import Pipeline
@@ -364,6 +364,18 @@ def test_a_region_is_validated_too(register):
     register("a.forgets", forgets)
     with pytest.raises(Exception, match='"a.forgets" left node .* without a fake value'):
         trained(lambda x: torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False), enable=[], strict=False)
+
+
+def test_what_a_pass_of_the_package_breaks_unsaid_is_found_behind_its_stage(register, monkeypatch):
+    def forgets(gm, context):
+        for node in passes.calls(gm, aten.sin.default):
+            del node.meta["val"]
+        return passes.PassReport("a.forgets")
+
+    register("a.forgets", forgets)
+    monkeypatch.setattr(runner, "ROWS", {*runner.ROWS, "a.forgets"})
+    with pytest.raises(Exception, match='a pass of stage "captured" left node .* without a fake value'):
+        trained(lambda x: x.sin(), enable=[], strict=False)
 
 
 def test_the_example_in_the_docs_rewrites():

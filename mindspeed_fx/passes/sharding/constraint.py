@@ -60,6 +60,7 @@ class _Edges:
         self.boundaries = {
             name: edge for name in sharding.modules if (edge := _combine_edges(self.plan.modules, name)) is not None
         }
+        self.number = {name: k for k, name in enumerate(self.boundaries)}
         self.seen: set[str] = set()
 
     def insert(self, parameters: dict[fx.Node, str]) -> None:
@@ -105,7 +106,14 @@ class _Edges:
     def _around(self, node: fx.Node, parameters: dict[fx.Node, str]) -> list[str]:
         """Modules with an edge that ``node`` is part of: by where its code is, or because it uses their parameters."""
         used = {parameters[a] for a in node.all_input_nodes if a in parameters}
-        return [m for m in self.boundaries if m in used or self._inside(node, m)]
+        return sorted(self.number.keys() & (used | self._outer(node)), key=self.number.__getitem__)
+
+    def _outer(self, node: fx.Node) -> set[str]:
+        """The modules that ``node``'s code is in, the outermost too."""
+        if node.op != "call_function":
+            return set()
+        parts = module_path(node).removeprefix(self.prefix).split(".")
+        return {".".join(parts[:k]) for k in range(1, len(parts) + 1)}
 
     def _inside(self, node: fx.Node, module: str) -> bool:
         path = module_path(node).removeprefix(self.prefix)

@@ -118,9 +118,8 @@ def follow_elements(gathered: fx.Node) -> Iterator[tuple[fx.Node, Layout | None]
     known: dict[fx.Node, Any] = {gathered: Layout.whole(_shape(gathered))}
     pending = [gathered]
     ends: list[tuple[fx.Node, Layout | None]] = []
-    place = {n: i for i, n in enumerate(gathered.graph.nodes)}
     while pending:
-        node = min(pending, key=place.__getitem__)
+        node = min(pending)  # the first of them in the graph
         pending.remove(node)
         for user in node.users:
             if user in known:

@@ -36,6 +36,7 @@ from mindspeed_fx.sharding.spmd import (
     padded_products,
     padded_rules,
     padded_views,
+    results_alone,
     token_dispatch,
     vocabulary,
 )
@@ -78,6 +79,7 @@ class Program(torch.nn.Module):
         object.__setattr__(self, "known", known_masks(graph))
         object.__setattr__(self, "traffic", ExpectedCollectives(mesh))
         object.__setattr__(self, "kept", KeptWhole(plan.keep_whole))
+        object.__setattr__(self, "results", None if hands_on else results_alone.results_of(graph))
         written = next((n for n in map(padded_rules.writes_elsewhere, (graph, *bodies(graph))) if n is not None), None)
         self.kept.pads = written is None
         for value in values:
@@ -96,10 +98,13 @@ class Program(torch.nn.Module):
         return self
 
     def forward(self, *local: Any) -> Any:
+        if self.results is not None and tracing.collects_metadata():
+            return results_alone.stand_in(self.results, local)
         traffic = ExpectedCollectives(self.mesh)
         object.__setattr__(self, "traffic", traffic)  # of the last trace: the same as of those before
+        rest = [self._at_rest(x, v) if v is not None and v.parameter else x for x, v in zip(local, self.values)]
         with self.kept.listening():
-            arguments = [self._enter(x, v) for x, v in zip(local, self.values, strict=True)]
+            arguments = [self._enter(x, at, v) for x, at, v in zip(local, rest, self.values, strict=True)]
         with fx.traceback.preserve_node_meta(), traffic.listening():
             results = _Planned(self.graph, self.plan, self.mesh, self.known, self.data, traffic, self.kept).run(
                 *arguments
@@ -108,15 +113,15 @@ class Program(torch.nn.Module):
         traffic.read(
             self.graph,
             {
-                n: (v.name, self._at_rest(x, v), self.stages)
-                for n, x, v in zip(placeholders, local, self.values)
+                n: (v.name, at, self.stages)
+                for n, at, v in zip(placeholders, rest, self.values)
                 if v is not None and v.parameter
             },
         )
         results = pytree.tree_map_only(DTensor, self._leave, pytree.tree_map(padded.whole, results))
         return tuple(results) if isinstance(results, (tuple, list)) else results
 
-    def _enter(self, x: Any, value: Value | None) -> Any:
+    def _enter(self, x: Any, at_rest: Any, value: Value | None) -> Any:
         if value is None:
             return x
         if value.part:
@@ -125,7 +130,7 @@ class Program(torch.nn.Module):
             whole = DTensor.from_local(x, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
             self.kept.where = f'input "{value.name}"'
             return padded.input_at(whole, value.placements, self.plan)
-        result = self._parameter(x, value)
+        result = self._parameter(x, value) if self._is_uneven(value) else at_rest
         experts = bool(matching(self.plan.experts.get("parameters", ()), value.name))
         for dim in sorted(self.data, reverse=True):  # of several that divide one dimension the inner ones first
             stage, name = self.stages[dim], self.mesh.mesh_dim_names[dim]
@@ -138,9 +143,7 @@ class Program(torch.nn.Module):
         return self._as_packed(result, value)
 
     def _parameter(self, x: torch.Tensor, value: Value) -> Any:
-        """Parts of unequal sizes are padded."""
-        if not self._is_uneven(value):
-            return self._at_rest(x, value)
+        """Of unequal parts, which are padded."""
         result = padded.parameter(x, self.mesh, value.placements, value.shape, f'parameter "{value.name}"')
         return result if self.kept.pads else padded.whole(result)
 

@@ -331,9 +331,12 @@ def _without_sums(placements: Sequence[Placement]) -> tuple[Placement, ...]:
 
 
 def _stored_alike(x: DTensor) -> DTensor:
-    local = x.to_local()
     order = sorted(range(x.ndim), key=lambda d: -x.stride(d))
-    if 0 in x.stride() or local.permute(order).is_contiguous():
+    own = dtensor.local_part(x)  # of which a trace has no node
+    if 0 in x.stride() or (order == list(range(x.ndim)) and own.is_contiguous()):
+        return x
+    local = x.to_local()
+    if local.permute(order).is_contiguous():
         return x
     back = sorted(range(x.ndim), key=order.__getitem__)
     return DTensor.from_local(
