@@ -4,6 +4,9 @@ stochastic matrices, sorted tokens, routers with groups, functions with a gradie
 
 from __future__ import annotations
 
+from .collectives import over_ranks
+from .recurrences import batched, chunked_delta_rule, state_space_dual
+from .routing import documents, dropped, gathered, one_hot, runs_of_rows, shown_weights
 from .writer import FFN, HIDDEN, Writer
 
 
@@ -109,7 +112,10 @@ def delta_rule(w: Writer, x: str) -> str:
     return w.linear(w.emit("F.pad({}, (0, 0, 0, s - 3))", y), HIDDEN)
 
 
-FAMILIES = (sinkhorn, scan, sorted_tokens, weighted_gate, own_gradient, delta_rule)
+FAMILIES = (
+    sinkhorn, scan, sorted_tokens, weighted_gate, own_gradient, delta_rule, chunked_delta_rule, state_space_dual,
+    batched, gathered, one_hot, runs_of_rows, documents, shown_weights, dropped, over_ranks,
+)  # fmt: skip
 
 
 def family(w: Writer, x: str) -> str:
