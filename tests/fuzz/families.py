@@ -29,7 +29,8 @@ def scan(w: Writer, x: str) -> str:
     u, dt, b, c = along(x), along(w.linear(x, HIDDEN)), along(w.linear(x, states)), along(w.linear(x, states))
     if w.random.random() < 0.7:
         dt = w.emit("F.softplus({} + {}[:, None])", dt, w.gain())
-    decay = w.emit("({}[..., None] * -{}.exp()[None, :, None]).exp()", dt, w.weight(HIDDEN, states))
+    rate = w.random.choice(["-{}.exp()[None, :, None]", "(-{}.exp())[None, :, None]"])
+    decay = w.emit("({}[..., None] * " + rate + ").exp()", dt, w.weight(HIDDEN, states))
     added = w.emit("{}[..., None] * ({}.transpose(1, 2)[:, None] * {}[..., None])", dt, b, u)
     state, outs = w.emit("torch.zeros_like({}[:, :, 0])", added), []
     by_sum, by_product = "({} * {}[:, :, {}][:, None]).sum(-1)", "({} @ {}.transpose(1, 2)[:, {}, :, None])[:, :, 0]"

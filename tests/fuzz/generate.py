@@ -16,6 +16,15 @@ from .operators import some_operator
 from .program import Program, names_read
 from .writer import HIDDEN, VOCAB, Writer
 
+ON_REQUEST = [
+    f"fusion.{name}"
+    for name in (
+        "grouped_matmul scaled_masked_softmax router_topk linear_cross_entropy linear_cross_entropy_backward "
+        "moe_permute qk_norm_rope add_rms_norm causal_conv1d dropout_add"
+    ).split()
+]
+"""Passes that a processor does not ask for; a pattern of names is no request."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -65,7 +74,7 @@ def _settings(r: random.Random, codegen: str) -> Settings:
             r.choice(["fusion.rms_norm", "fusion.attention", "fusion.rope", "canonicalize.*", "fusion.swiglu"])
         ]
     if r.random() < 0.25:
-        options["enable"] = [r.choice(["fusion.*", "fusion.*", "recompute.pointwise"])]
+        options["enable"] = r.choice([ON_REQUEST, ON_REQUEST, ["fusion.*"], ["recompute.pointwise"]])
     elif r.random() < 0.08:
         options |= {"target": "cuda", "hardware": "h100", "enable": ["fusion.merged_linear"]}
     return Settings(
