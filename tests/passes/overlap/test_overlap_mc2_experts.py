@@ -88,6 +88,7 @@ def test_emulated_values_on_every_rank(count, ranks):
 
 def test_a_wait_that_is_waited_for_goes_too(ranks):
     ranks(2)
+    assert npu.missing((mc2_experts.DISPATCH, mc2_experts.COMBINE)) is None
     gm = layers.graph(layers.training(experts), SMALL)
     for wait in [n for n in gm.graph.nodes if is_wait(n)]:
         with gm.graph.inserting_after(wait):
