@@ -53,13 +53,14 @@ def every_id(terms: Terms, term: int) -> Tensor:
 
 @dataclass
 class Lookups:
-    """Tables of what ranks compute, each once."""
+    """Tables of what ranks compute."""
 
     terms: Terms
     numbers: Numbers
     own: Callable[[Any], Any]
     """Of a walk: pieces that each rank picked by its place as parts."""
     memo: dict[fx.Node, Any] = field(default_factory=dict)
+    """Of one question: a vocabulary is large."""
 
     def of(self, nodes: Sequence[fx.Node]) -> Lookup:
         """For each rank.
@@ -67,7 +68,11 @@ class Lookups:
         Raises:
             Unknown: the value is made of something else than one id for each element.
         """
-        tables = [self._read(p, n) for p, n in zip(self.numbers.places, nodes)]
+        tables = []
+        for place, node in zip(self.numbers.places, nodes):
+            self.memo.clear()
+            tables.append(self._read(place, node))
+        self.memo.clear()
         if any(not isinstance(t, _Table) or t.ids != tables[0].ids for t in tables):
             raise Unknown("what is read follows from no ids, or from those of others")
         return Lookup(tables[0].ids, tuple(t.values for t in tables))

@@ -134,8 +134,8 @@ class Terms:
     vocabularies: dict[int, tuple[int, frozenset[int]]] = field(default_factory=dict)
     """Term of ids -> how many rows they choose from, and ids that a loss ignores."""
 
-    stacks: dict[int, tuple[Part, ...]] = field(default_factory=dict)
-    """Term -> the parts that were stacked to make it."""
+    stacks: dict[tuple[int, tuple[Dim, ...]], tuple[Part, ...]] = field(default_factory=dict)
+    """A whole tensor -> the parts that were stacked to make it."""
 
     defined: dict[int, tuple[str, Any, tuple[Part, ...]]] = field(default_factory=dict)
     """Term -> the operator that made it, what decides its function beside tensors, and the parts that it read."""

@@ -124,9 +124,9 @@ def _of_own(c: Context, short: str, args: list) -> Any:
         return _largest(c.terms, x, args[1][0] % len(x.dims))
     if short == "stack" and all(isinstance(a, Part) for a in x) and not any(args[1:]):
         return stacked(c.terms, x)
-    if short in ("unbind", "select") and isinstance(x, Part) and x.term in c.terms.stacks and args[1:2] in ([], [0]):
-        pieces = [replace(p, partial=x.partial) for p in c.terms.stacks[x.term]]
-        return pieces if short == "unbind" else pieces[args[2]]
+    if short in ("unbind", "select") and isinstance(x, Part) and args[1:2] in ([], [0]):
+        pieces = _unstacked(c.terms, x)
+        return pieces if pieces is None or short == "unbind" else pieces[args[2]]
     if short == "sub" and isinstance(x, Fetched) and isinstance(args[1], Part):
         return replace(x, part=rules.pointwise(c.terms, "sub", plain_key(2), [x.part, args[1]]))
     if isinstance(x, (Fetched, Masked, Largest)):
@@ -172,8 +172,15 @@ def stacked(terms: Terms, pieces: Sequence[Part]) -> Part:
         raise Unproved("a partial sum is stacked with what is none")
     key = ("stack", *(p.arranged for p in pieces))
     result = terms.fresh(key, [len(pieces), *first.whole], [(), *shared], first.partial)
-    terms.stacks[result.term] = tuple(pieces)
+    terms.stacks[result.arranged] = tuple(pieces)
     return result
+
+
+def _unstacked(terms: Terms, x: Part) -> list[Part] | None:
+    pieces = terms.stacks.get(x.arranged)
+    if pieces is None or [profile(d) for d in x.dims] != [(), *(profile(d) for d in pieces[0].dims)]:
+        return None
+    return [replace(p, partial=x.partial) for p in pieces]
 
 
 def _largest(terms: Terms, x: Part, dim: int) -> Part | Largest:
@@ -274,7 +281,10 @@ def _homes(
     ids = every_id(c.terms, look.ids.term)
     free = torch.isin(ids, torch.tensor(sorted(ignored), dtype=torch.int64))
     counted = (ids >= 0) & (ids < size) & ~free
-    for shared in _divisions(c.terms.ranks, size, count):
+    divisions = list(_divisions(c.terms.ranks, size, count))
+    if not divisions:
+        raise Unknown(f"{size} rows, of which a rank has {count}")
+    for shared in divisions:
         part = c.terms.fresh(("rows", size), [size], [shared], ())
         own = [whole_index(part.dims[0], p.at) for p in c.places]
         each = zip(own, masked.kept, look.tables)
