@@ -34,7 +34,14 @@ def recognized(terms: Terms, x: Any) -> Any:
     if not isinstance(x, Part) or x.term not in terms.defined:
         return x
     name = terms.defined[x.term][0]
-    key = _loss(terms, x) if name == "where of numbers" else _gradient(terms, x) if name == "add" else None
+    lse = _lse(terms, x) if name == "add" else None
+    if lse is not None:
+        return lse
+    key = None
+    if name == "where of numbers":
+        key = _loss(terms, x) or _linear_loss(terms, x)
+    elif name == "add":
+        key = _gradient(terms, x)
     return x if key is None else terms.fresh(key, x.whole, [profile(d) for d in x.dims], x.partial)
 
 
@@ -138,3 +145,50 @@ def _spreads(terms: Terms, whole: Part, g: Part) -> bool:
     """Whether ``whole`` is ``g`` in every place."""
     spread = _calls(terms, whole, "spread")
     return _same(spread[1][0], g) if spread else _same(whole, g)
+
+
+# ----------------------------------------------------------------------- from hidden states
+
+
+def _lse(terms: Terms, x: Part) -> Part | None:
+    """The log-sum-exp of all classes: ``t + log(sum_r exp(lse_r - t))``."""
+    both = _calls(terms, x, "add")
+    if both is None or both[0] != plain_key(2) or len(both[1]) != 2:
+        return None
+    for top, log in (both[1], both[1][::-1]):
+        of = _calls(terms, log, "log")
+        below = _calls(terms, of[1][0], "exp below") if of else None
+        if below and not of[1][0].partial and _same(below[1][1], top):  # type: ignore[index]
+            return below[1][0]
+    return None
+
+
+def _linear_loss(terms: Terms, x: Part) -> tuple | None:
+    masked = _masked(terms, x)
+    sub = _calls(terms, masked[0], "sub") if masked else None
+    if masked is None or sub is None or sub[0] != plain_key(2) or len(sub[1]) != 2:
+        return None
+    lse, picked = _calls(terms, sub[1][0], "lse"), _calls(terms, sub[1][1], "picked logits")
+    if not lse or not picked or lse[0] != picked[0] or lse[1] != picked[1][:2]:
+        return None
+    hidden, weight, ids = picked[1]
+    _, target, ignored = masked
+    if target.arranged != ids.arranged:
+        return None
+    return ("token losses", hidden.arranged, weight.arranged, target.arranged, ignored, picked[0])
+
+
+def shares_of_sum(terms: Terms, share: Part, own: Part) -> tuple[Part, Part, int, Part] | None:
+    """g, target, the ignored one and the log-sum-exp where ``share`` is ``g / sum_r exp(lse_r - t) * exp(lse_r - t)``,
+    and ``own`` is ``-g``; g is zero for tokens that are ignored."""
+    product, minus = _calls(terms, share, "mul"), _calls(terms, own, "neg")
+    if not product or not minus or len(product[1]) != 2:
+        return None
+    for quotient, exp in (product[1], product[1][::-1]):
+        div, below = _calls(terms, quotient, "div"), _calls(terms, exp, "exp below")
+        if not div or not below or div[0] != plain_key(2) or len(div[1]) != 2:
+            continue
+        total, masked = div[1][1], _masked(terms, div[1][0])
+        if masked and total.arranged == exp.arranged and not total.partial and _same(minus[1][0], div[1][0]):
+            return (*masked, below[1][0])
+    return None

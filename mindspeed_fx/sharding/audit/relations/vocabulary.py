@@ -241,7 +241,7 @@ def _masked(c: Context, x: Fetched | Part, mask: Lookup) -> Part | Masked:
     kept = [t[counted] for t in mask.tables]
     if any(bool((k & (r[counted] != ids)).any()) for k, r in zip(kept, x.rows)):
         raise Unproved("the row of another id is read")
-    over = _once(c, kept)
+    over = read_once(c, kept)
     name, *rest = c.terms.defined.get(x.part.term, ("", None))
     if name == "embedding":
         return replace(x.part, partial=x.part.partial | over)
@@ -260,7 +260,15 @@ def _counted(terms: Terms, x: Fetched) -> Tensor:
     return rows if embedded or not ignored else rows & ~torch.isin(ids, torch.tensor(sorted(ignored)))
 
 
-def _once(c: Context, present: Sequence[Tensor]) -> frozenset[str]:
+def read_once(c: Context, present: Sequence[Tensor]) -> frozenset[str]:
+    """Mesh dimensions over which each id is read once.
+
+    Args:
+        present: for each rank, for every id that counts, whether it reads it.
+
+    Raises:
+        Unproved: there are none.
+    """
     try:
         return covered(c, [torch.ones_like(p, dtype=torch.int64) for p in present], [p.long() for p in present])
     except Unproved:

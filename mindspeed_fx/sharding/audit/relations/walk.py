@@ -11,7 +11,16 @@ import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 from mindspeed_fx.graph.provenance import module_path
-from mindspeed_fx.sharding.audit.relations import collectives, losses, moves, routed, rows, rules, vocabulary
+from mindspeed_fx.sharding.audit.relations import (
+    collectives,
+    linear_losses,
+    losses,
+    moves,
+    routed,
+    rows,
+    rules,
+    vocabulary,
+)
 from mindspeed_fx.sharding.audit.relations.compare import Failed
 from mindspeed_fx.sharding.audit.relations.indexing import INDEXING
 from mindspeed_fx.sharding.audit.relations.lookups import Lookup, Lookups
@@ -143,9 +152,10 @@ class Walk:
         args = self._arguments(nodes)
         if short in SAME:
             return args[0]
-        args = pytree.tree_map(self._own, args) if vocabulary.concerns(short, args) else args
-        if vocabulary.concerns(short, args) and (found := self._of_ids(nodes, short, args)) is not None:
-            return found
+        if vocabulary.concerns(short, args) or linear_losses.concerns(short, args):
+            args = pytree.tree_map(self._own, args)
+            if (found := self._of_ids(nodes, short, args)) is not None:
+                return found
         if routed.concerns(short, args):
             context = rows.Context(
                 self.terms,
@@ -199,6 +209,8 @@ class Walk:
         if short in rules.POINTWISE and parts and max(len(p.dims) for p in parts) == n.meta["val"].dim():
             commutes = short in ("add", "mul") and n.kwargs.get("alpha", 1) == 1 and len(parts) == len(args)
             fills = tuple((i, a.value) for i, a in enumerate(args) if isinstance(a, Fill))
+            if moves.is_identity(short, args):
+                return parts[0]
             if fills:  # in none of the arguments linear
                 result = rules.pointwise(self.terms, f"{short} of numbers", (_key(n), fills), parts)
             else:
@@ -214,13 +226,15 @@ class Walk:
     def _of_ids(self, nodes: Sequence[fx.Node], short: str, args: list) -> Any:
         """Where a vocabulary in parts is read; None where it is not."""
         n = nodes[0]
-        if isinstance(args[0], vocabulary.Largest) and short == "all_reduce" and args[1] == "max":
-            return vocabulary.reduced(args[0], self._mesh(nodes, short))
+        x = linear_losses.largest(self.terms, args[0])
+        if isinstance(x, vocabulary.Largest) and short == "all_reduce" and args[1] == "max":
+            return vocabulary.reduced(x, self._mesh(nodes, short))
 
         def lookup(at: int) -> Lookup:
             return self.lookups.of([m.args[at] for m in nodes])  # type: ignore[misc]
 
-        return vocabulary.apply(vocabulary.Context(self.terms, self.places, n, lookup), short, args)
+        of = linear_losses if linear_losses.concerns(short, args) else vocabulary
+        return of.apply(vocabulary.Context(self.terms, self.places, n, lookup), short, args)
 
     def _spread(self, args: list, short: str) -> list:
         """One value everywhere as a part like another argument of that shape; where it is broadcast, as it is."""
