@@ -81,7 +81,7 @@ class Pipeline:
     def _run_one(self, p: Pass, side: str, gm: fx.GraphModule, context: Context, readable: Any) -> PassRun:
         before_text = readable(gm) if readable else None
         before = fx_graph.copy_graph(gm) if self.options.check != "off" else None
-        outputs, count = _output_layouts(gm), _size(gm)
+        outputs, count = _outputs(gm), _size(gm)
         start = time.perf_counter()
         report = PassReport(p.name)
         for graph in _with_bodies(gm) if p.stage == "captured" else [gm]:
@@ -217,10 +217,16 @@ def _size(gm: fx.GraphModule) -> int:
     return sum(len(g.graph.nodes) for g in _with_bodies(gm))
 
 
-def _output_layouts(gm: fx.GraphModule) -> list[Any]:
+def _outputs(gm: fx.GraphModule) -> list[Any]:
     output = next(n for n in gm.graph.nodes if n.op == "output")
-    values = [n.meta.get("val") if isinstance(n, fx.Node) else n for n in torch.utils._pytree.tree_leaves(output.args)]
-    return [(tuple(v.shape), v.dtype, fake.layout(v)) if isinstance(v, torch.Tensor) else type(v) for v in values]
+    return [n.meta.get("val") if isinstance(n, fx.Node) else n for n in torch.utils._pytree.tree_leaves(output.args)]
+
+
+def _layout(value: Any) -> str:
+    """Symbols by the names that they have now: a pass may learn that two sizes are one."""
+    if not isinstance(value, torch.Tensor):
+        return str(type(value))
+    return str((tuple(value.shape), value.dtype, fake.layout(value)))
 
 
 def _validate(p: Pass, gm: fx.GraphModule, outputs: list[Any]) -> None:
@@ -237,9 +243,9 @@ def _validate(p: Pass, gm: fx.GraphModule, outputs: list[Any]) -> None:
             and "val" not in node.meta
         ):
             raise PassError(f'pass "{p.name}" left node {node.name} ({node.target}) without a fake value')
-    after = _output_layouts(gm)
-    for i, (old, new) in enumerate(zip(outputs, after)):
-        if str(old) != str(new):
+    after = _outputs(gm)
+    for i, (old, new) in enumerate(zip(map(_layout, outputs), map(_layout, after))):
+        if old != new:
             raise PassError(
                 f'pass "{p.name}" changed output {i} of the graph from {old} to {new} (shape, dtype, strides)'
             )
