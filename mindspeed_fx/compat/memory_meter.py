@@ -46,7 +46,7 @@ def workspace(run: Callable, values: Sequence[Any]) -> int:
         values: fake tensors and other values.
     """
     mode = tracing.fake_mode_of(values)
-    with mode if mode is not None else contextlib.nullcontext(), torch.no_grad():
+    with tracing.symbols_given_up(mode, on_error=False), mode or contextlib.nullcontext(), torch.no_grad():
         with (meter := _Meter([v for v in values if isinstance(v, torch.Tensor)])):
             out = run(*values)
         results = {

@@ -49,17 +49,31 @@ def tracing_fake(values: Sequence[Any]) -> Iterator[Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = fake_mode_of(values) or FakeTensorMode()
-    pending = getattr(mode.shape_env, "pending_fresh_unbacked_symbols", [])
+    # What a graph leaves of the grad mode is its caller's to see, and not ours.
+    grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())
+    no_hooks = _disable_saved_tensors_hooks_during_tracing()
+    with symbols_given_up(mode, on_error=True), tracing(TracingContext(mode)), mode:
+        with enable_python_dispatcher(), grad_mode, no_hooks:
+            yield mode
+
+
+@contextlib.contextmanager
+def symbols_given_up(mode: Any, on_error: bool) -> Iterator[None]:
+    """Sizes that depend on values, of fake calls whose results are in no graph: the next trace must not look for them
+    among its own.
+
+    Args:
+        on_error: only where the calls end in one.
+    """
+    pending = getattr(getattr(mode, "shape_env", None), "pending_fresh_unbacked_symbols", [])
     symbols = list(pending)
     try:
-        # What a graph leaves of the grad mode is its caller's to see, and not ours.
-        grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())
-        no_hooks = _disable_saved_tensors_hooks_during_tracing()
-        with tracing(TracingContext(mode)), mode, enable_python_dispatcher(), grad_mode, no_hooks:
-            yield mode
+        yield
     except Exception:
-        pending[:] = symbols  # those of a trace that is given up have no graph
+        pending[:] = symbols
         raise
+    if not on_error:
+        pending[:] = symbols
 
 
 @contextlib.contextmanager

@@ -70,7 +70,7 @@ class Pipeline:
             sharding: what the plan of a parallelized model says of this graph.
         """
         context = Context(self.options, side, sharding=sharding)
-        outputs = _output_layouts(gm)
+        outputs = _outputs(gm)
         with (
             defer_recompile(gm) if self.options.check == "off" else contextlib.nullcontext()
         ):  # a check runs the graph after every pass
@@ -222,10 +222,16 @@ def _size(gm: fx.GraphModule) -> int:
     return sum(len(g.graph.nodes) for g in _with_bodies(gm))
 
 
-def _output_layouts(gm: fx.GraphModule) -> list[Any]:
+def _outputs(gm: fx.GraphModule) -> list[Any]:
     output = next(n for n in gm.graph.nodes if n.op == "output")
-    values = [n.meta.get("val") if isinstance(n, fx.Node) else n for n in torch.utils._pytree.tree_leaves(output.args)]
-    return [(tuple(v.shape), v.dtype, fake.layout(v)) if isinstance(v, torch.Tensor) else type(v) for v in values]
+    return [n.meta.get("val") if isinstance(n, fx.Node) else n for n in torch.utils._pytree.tree_leaves(output.args)]
+
+
+def _layout(value: Any) -> str:
+    """Symbols by the names that they have now: a pass may learn that two sizes are one."""
+    if not isinstance(value, torch.Tensor):
+        return str(type(value))
+    return str((tuple(value.shape), value.dtype, fake.layout(value)))
 
 
 def _validate(what: str, gm: fx.GraphModule, outputs: list[Any]) -> None:
@@ -242,9 +248,9 @@ def _validate(what: str, gm: fx.GraphModule, outputs: list[Any]) -> None:
             and "val" not in node.meta
         ):
             raise PassError(f"{what} left node {node.name} ({node.target}) without a fake value")
-    after = _output_layouts(gm)
-    for i, (old, new) in enumerate(zip(outputs, after)):
-        if str(old) != str(new):
+    after = _outputs(gm)
+    for i, (old, new) in enumerate(zip(map(_layout, outputs), map(_layout, after))):
+        if old != new:
             raise PassError(f"{what} changed output {i} of the graph from {old} to {new} (shape, dtype, strides)")
     if len(outputs) != len(after):
         raise PassError(f"{what} changed the number of outputs from {len(outputs)} to {len(after)}")

@@ -86,7 +86,7 @@ def prove_plan(
     modules = [n for n, _ in model.named_modules()]
     graphs: list[fx.Graph] = []
     values: list[Any] = []
-    with dtensor.one_of_fake_ranks(mesh) as device_mesh:
+    with torch.device("cpu"), dtensor.one_of_fake_ranks(mesh) as device_mesh:  # whatever the caller's default is
         groups = {device_mesh.get_group(d).group_name: d for d in mesh}
         for rank, coordinate in enumerate(itertools.product(*(range(n) for n in mesh.values()))):
             with dtensor.placed_at(device_mesh, coordinate):

@@ -34,7 +34,10 @@ def main(arguments: list[str] | None = None) -> int:
     gc.set_threshold(20_000, 20, 50)
     tally, start, seed = Tally(), time.monotonic(), options.seed
     while tally.programs < options.count if options.count else time.monotonic() - start < 60 * options.minutes:
-        case, verdict = run_seed(seed, options.codegen)
+        try:
+            case, verdict = run_seed(seed, options.codegen)
+        except KeyboardInterrupt:
+            break  # and say what was done until then
         count(tally, case, verdict)
         if verdict.failure:
             whose = "torch's own backend too; " if verdict.theirs else ""

@@ -176,7 +176,7 @@ def mixer(w: Writer, x: str) -> str:
 
 
 def branch(w: Writer, x: str) -> str:
-    return w.random.choices([attention, gated, mlp, experts, mixer, family], [4, 4, 2, 1, 1, 3])[0](w, x)
+    return w.random.choices([attention, gated, mlp, experts, mixer, family], [4, 3, 1, 1, 1, 8])[0](w, x)
 
 
 def block(w: Writer, x: str) -> str:

@@ -4,6 +4,9 @@ stochastic matrices, sorted tokens, routers with groups, functions with a gradie
 
 from __future__ import annotations
 
+from .collectives import over_ranks
+from .recurrences import batched, chunked_delta_rule, state_space_dual
+from .routing import documents, dropped, gathered, one_hot, runs_of_rows, shown_weights
 from .writer import FFN, HIDDEN, Writer
 
 
@@ -26,7 +29,8 @@ def scan(w: Writer, x: str) -> str:
     u, dt, b, c = along(x), along(w.linear(x, HIDDEN)), along(w.linear(x, states)), along(w.linear(x, states))
     if w.random.random() < 0.7:
         dt = w.emit("F.softplus({} + {}[:, None])", dt, w.gain())
-    decay = w.emit("({}[..., None] * -{}.exp()[None, :, None]).exp()", dt, w.weight(HIDDEN, states))
+    rate = w.random.choice(["-{}.exp()[None, :, None]", "(-{}.exp())[None, :, None]"])
+    decay = w.emit("({}[..., None] * " + rate + ").exp()", dt, w.weight(HIDDEN, states))
     added = w.emit("{}[..., None] * ({}.transpose(1, 2)[:, None] * {}[..., None])", dt, b, u)
     state, outs = w.emit("torch.zeros_like({}[:, :, 0])", added), []
     by_sum, by_product = "({} * {}[:, :, {}][:, None]).sum(-1)", "({} @ {}.transpose(1, 2)[:, {}, :, None])[:, :, 0]"
@@ -109,7 +113,10 @@ def delta_rule(w: Writer, x: str) -> str:
     return w.linear(w.emit("F.pad({}, (0, 0, 0, s - 3))", y), HIDDEN)
 
 
-FAMILIES = (sinkhorn, scan, sorted_tokens, weighted_gate, own_gradient, delta_rule)
+FAMILIES = (
+    sinkhorn, scan, sorted_tokens, weighted_gate, own_gradient, delta_rule, chunked_delta_rule, state_space_dual,
+    batched, gathered, one_hot, runs_of_rows, documents, shown_weights, dropped, over_ranks,
+)  # fmt: skip
 
 
 def family(w: Writer, x: str) -> str:

@@ -11,9 +11,19 @@ import torch
 
 from . import losses
 from .blocks import block, norm
+from .collectives import alone
 from .operators import some_operator
 from .program import Program, names_read
 from .writer import HIDDEN, VOCAB, Writer
+
+ON_REQUEST = [
+    f"fusion.{name}"
+    for name in (
+        "grouped_matmul scaled_masked_softmax router_topk linear_cross_entropy linear_cross_entropy_backward "
+        "moe_permute qk_norm_rope add_rms_norm causal_conv1d dropout_add"
+    ).split()
+]
+"""Passes that a processor does not ask for; a pattern of names is no request."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +55,11 @@ def generate(seed: int, codegen: str = "eager") -> Case:
     """The case of a seed; a third are graphs of operators, the others models of blocks."""
     settings = _settings(random.Random(f"settings {seed}"), codegen)
     w = Writer(seed, getattr(torch, settings.dtype))
-    if w.random.random() < 0.35:
-        _operators(w)
-    else:
-        _model(w)
+    with alone():
+        if w.random.random() < 0.35:
+            _operators(w)
+        else:
+            _model(w)
     return Case(seed, w.program, settings, w.finest)
 
 
@@ -62,12 +73,14 @@ def _settings(r: random.Random, codegen: str) -> Settings:
         options["disable"] = [
             r.choice(["fusion.rms_norm", "fusion.attention", "fusion.rope", "canonicalize.*", "fusion.swiglu"])
         ]
-    if r.random() < 0.15:
-        options["enable"] = [r.choice(["fusion.merged_linear", "fusion.*", "recompute.pointwise"])]
+    if r.random() < 0.25:
+        options["enable"] = r.choice([ON_REQUEST, ON_REQUEST, ["fusion.*"], ["recompute.pointwise"]])
+    elif r.random() < 0.08:
+        options |= {"target": "cuda", "hardware": "h100", "enable": ["fusion.merged_linear"]}
     return Settings(
         dtype=r.choices(["float64", "float32", "bfloat16", "float16"], [6, 2, 1.5, 0.5])[0],
         options=options,
-        dynamic=r.choice([False, False, False, True, None]),
+        dynamic=r.choices([False, True, None], [8, 1, 1])[0],
         grad=r.choices(["train", "frozen", "no_grad"], [7, 2, 1])[0],
         calls=r.choice([1, 2, 2, 3]),
     )

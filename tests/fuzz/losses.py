@@ -34,6 +34,8 @@ def loss(w: Writer, x: str, labels: str, embedding: str | None) -> str:
             "-torch.log(torch.softmax({0}, -1).gather(-1, {1}[..., None])).sum()",
             "F.cross_entropy({0}.reshape(-1, {2}), {1}.reshape(-1)) + 1e-2 * torch.logsumexp({0}, -1).square().mean()",
             "F.binary_cross_entropy_with_logits({0}, F.one_hot({1}, {2}).to({0}.dtype))",
+            "({0}.gather(-1, {1}.unsqueeze(-1)).squeeze(-1) - torch.stack([row.logsumexp(-1) for row in {0}])).mean()",
+            "-torch.stack([F.log_softmax(r, -1).gather(-1, i[:, None])[:, 0] for r, i in zip({0}, {1})]).mean()",
             "F.kl_div(F.log_softmax({0}, -1), torch.softmax({0}.detach() * 0.5, -1), reduction='batchmean')",
         ]
     )  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Any, Callable, Iterator
 
 import torch
 
+from .collectives import alone
 from .generate import Case, Settings
 from .oracle import Failure
 from .program import Region, Statement, build, inputs_of, load
@@ -42,8 +43,9 @@ def _judged(judge: Judge, case: Case) -> Failure | None:
 def _runs(case: Case) -> bool:
     try:
         dtype = getattr(torch, case.settings.dtype)
-        space = load(case.program)
-        build(space, case.seed, dtype)(*inputs_of(space, case.seed, case.program.sizes[0], dtype))
+        with alone():
+            space = load(case.program)
+            build(space, case.seed, dtype)(*inputs_of(space, case.seed, case.program.sizes[0], dtype))
     except Exception:
         return False
     return True
@@ -112,8 +114,9 @@ def _cut(case: Case, path: tuple[int, ...], part: Statement) -> Iterator[Case]:
     """The value becomes an input of its own, so that what it was computed from can go."""
     dtype, sizes = getattr(torch, case.settings.dtype), case.program.sizes[0]
     try:
-        space = load(_with(case, returns=[part.name]).program)
-        value = build(space, case.seed, dtype)(*inputs_of(space, case.seed, sizes, dtype))[0]
+        with alone():
+            space = load(_with(case, returns=[part.name]).program)
+            value = build(space, case.seed, dtype)(*inputs_of(space, case.seed, sizes, dtype))[0]
     except Exception:
         return
     if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dim() < 1:

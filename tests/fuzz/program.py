@@ -43,6 +43,16 @@ class Straight(torch.autograd.Function):
         return grad, grad * 0.5
 """
 
+SETUP = """\
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+
+if not dist.is_initialized():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+GROUP = dist.group.WORLD
+"""
+"""What a program with collectives needs besides."""
+
 SIZES = ((3, 11), (5, 13), (3, 17))
 """(batch, sequence) of calls: sizes that nothing else in a program has, so that text may name them ``b`` and ``s``."""
 
@@ -105,6 +115,7 @@ class Program:
         inputs = {name: text for name, text in self.inputs.items() if name in read or name == first}
         source = [
             PRELUDE,
+            *([SETUP] if "GROUP" in used else []),
             "",
             "class Model(nn.Module):",
             "    def __init__(self):",

@@ -79,6 +79,7 @@ def prepare(call, sizes):
     inputs = [x.to(DTYPE).requires_grad_(GRAD == "train") if x.is_floating_point() else x for x in make_inputs(*sizes)]
     for p in list(model.parameters())[::2] if GRAD == "frozen" else ():
         p.requires_grad_(False)
+    torch.manual_seed(SEED + call)
     return model, inputs
 
 

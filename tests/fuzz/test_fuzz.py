@@ -15,6 +15,7 @@ from tests.fuzz.__main__ import main
 from tests.fuzz.generate import Case, Settings, generate
 from tests.fuzz.oracle import Failure, Result, compare, judge
 from tests.fuzz.program import Program, Region, Statement
+from tests.fuzz.rounding import deviations
 from tests.fuzz.runner import run_seed, script, shrink, told
 
 
@@ -120,6 +121,35 @@ def test_what_must_agree(changes, detail):
     failure, _ = compare(*results(**changes), Case(0, NORM, Settings(), 2.2e-16))
     assert (failure and failure.kind) == (detail and "differs")
     assert failure is None or detail in failure.detail, failure
+
+
+def test_what_rounding_explains_is_no_failure():
+    given, case = results(output_0=torch.linspace(1, 2, 8).double() + 1e-9), Case(0, NORM, Settings(), 2.2e-16)
+    for deviation, explained in ((1e-9, True), (1e-10, False)):
+        failure, _ = compare(*given, case, lambda: {"output 0": torch.full((8,), deviation)})  # noqa: B023
+        assert (failure is None) == explained
+
+
+def test_sums_that_cancel_are_as_uncertain_as_their_terms():
+    x = torch.tensor([1e6, -1e6, 1.0], dtype=torch.float64, requires_grad=True)
+
+    def run():
+        y = x.sum()
+        z = x.detach().clone().view(3, 1)
+        return {"sum": y, "moved": z, "gradient": torch.autograd.grad(y.square() / 2, x)[0], "none": None}
+
+    found = deviations(run, run(), unit=1e-6)
+    assert 0.4 < found["sum"] < 1.6  # a millionth of a million, uniform, twice: sqrt(2 / 3)
+    assert not found["moved"].any() and set(found) == {"sum", "moved", "gradient"}
+    assert 0.4 < found["gradient"].min() and found["gradient"].max() < 1.6  # it reads the sum
+
+
+def test_programs_may_hold_collectives_and_leave_no_group():
+    lines = ["t1 = funcol.all_gather_tensor_autograd(x1, 0, GROUP)", "t2 = t1 * 2"]
+    case = Case(0, program(*lines, returns="t2"), Settings(options={"level": 1, "codegen": "eager"}), 2.2e-16)
+    verdict = judge(case)
+    assert verdict.failure is None and verdict.compared == 3, verdict
+    assert not torch.distributed.is_initialized()
 
 
 def test_what_nothing_reads_goes_and_writes_stay():

@@ -26,10 +26,15 @@ def is_left_out(file: str) -> bool:
     return file.startswith(tuple(LEFT_OUT)) or file.endswith(WORDS)
 
 
-def faults_of(package: pathlib.Path, rooms: Sequence[str] = ROOMS) -> list[Fault]:
-    """Every fault of the rooms of the package; ``.`` is the whole of it."""
+def files_of(package: pathlib.Path, rooms: Sequence[str] = ROOMS) -> dict[str, pathlib.Path]:
+    """Files of the rooms that faults are planted in, in order; ``.`` is the whole of the package."""
     files = {p.relative_to(package).as_posix(): p for room in rooms for p in (package / room).rglob("*.py")}
-    return [f for name in sorted(files) if not is_left_out(name) for f in find_faults(name, files[name].read_text())]
+    return {name: files[name] for name in sorted(files) if not is_left_out(name)}
+
+
+def faults_of(package: pathlib.Path, rooms: Sequence[str] = ROOMS) -> list[Fault]:
+    """Every fault of the rooms of the package."""
+    return [f for name, path in files_of(package, rooms).items() for f in find_faults(name, path.read_text())]
 
 
 def choose(package: pathlib.Path, faults: Sequence[Fault], count: int, seed: int) -> list[Fault]:

@@ -82,25 +82,24 @@ def test_what_is_chosen_stays_when_other_files_change(tmp_path):
     assert 0 < len(kept) < 10 and set(kept) <= {f.name for f in after}
 
 
-@pytest.fixture(scope="module")
-def package_faults():
-    return sample.faults_of(ROOT / "mindspeed_fx")
-
-
-def test_a_seed_chooses_the_same_faults_and_every_kind(package_faults):
+@pytest.mark.parametrize(
+    "rooms", [("partition", "sharding/spmd"), pytest.param(sample.ROOMS, marks=pytest.mark.slow)], ids=["two", "all"]
+)
+def test_a_seed_chooses_the_same_faults_and_every_kind(rooms):
     package = ROOT / "mindspeed_fx"
-    chosen = sample.choose(package, package_faults, 60, seed=22)
-    assert chosen == sample.choose(package, package_faults, 60, seed=22)
-    assert chosen != sample.choose(package, package_faults, 60, seed=23)
+    faults = sample.faults_of(package, rooms)
+    chosen = sample.choose(package, faults, 60, seed=22)
+    assert chosen == sample.choose(package, faults, 60, seed=22)
+    assert chosen != sample.choose(package, faults, 60, seed=23)
     assert {f.kind for f in chosen} == set(KINDS)
-    assert len({f.name for f in package_faults}) == len(package_faults)
+    assert len({f.name for f in faults}) == len(faults)
     for fault in chosen:
         source = (package / fault.file).read_text()
         assert ast.dump(ast.parse(plant(source, fault))) != ast.dump(ast.parse(source))
 
 
-def test_nothing_is_planted_in_what_is_left_out(package_faults):
-    files = {f.file for f in package_faults}
+def test_nothing_is_planted_in_what_is_left_out():
+    files = sample.files_of(ROOT / "mindspeed_fx")
     assert not [f for f in files if f.startswith("kernels/triton/") or f.endswith("_svg.py")]
     assert {f.partition("/")[0] for f in files} == set(sample.ROOMS)
     assert all(list((ROOT / "mindspeed_fx").glob(f"{folder}*")) for folder in sample.LEFT_OUT)
@@ -162,7 +161,7 @@ def tiny(tmp_path_factory):
     package = root / "build/mutants/copy/tiny"
     chosen = sample.choose(package, sample.faults_of(package, ["."]), 300, 22)
     endless = next(n for n, fault in enumerate(chosen) if fault.name.endswith(ENDLESS))
-    command(root, "run", str(endless), limit=4)
+    command(root, "run", str(endless), limit=1)
     command(root, "run")
     return root
 
@@ -201,7 +200,7 @@ def test_an_equivalent_one_survives_all_its_tests(tiny):
 def test_a_loop_without_end_is_not_finished_and_not_killed(tiny):
     endless = results(tiny)[f"sign {ENDLESS}"]
     assert (endless["status"], endless["test"]) == ("not finished", "")
-    assert 3 < endless["seconds"] < 60
+    assert 1 < endless["seconds"] < 60
 
 
 def test_what_no_test_executes_is_said(tiny):
@@ -250,6 +249,8 @@ def test_a_survivor_with_a_reason_is_equivalent():
     assert "1 were killed (100.0 %). 1 are equivalent" in text and "one two" in text
 
 
-def test_reasons_are_of_faults_that_there_are(package_faults):
-    names = {f.name for f in package_faults}
-    assert not [n for n in table.reasons(table.REASONS.read_text()) if n not in names]
+def test_reasons_are_of_faults_that_there_are():
+    reasons = table.reasons(table.REASONS.read_text())
+    files = {n.split(" ", 1)[1].partition("::")[0] for n in reasons}
+    names = {f.name for file in files for f in find_faults(file, (ROOT / "mindspeed_fx" / file).read_text())}
+    assert len(files) > 10 and not [n for n in reasons if n not in names]

@@ -37,6 +37,17 @@ def test_experts_on_two_ranks_are_proved():
     assert result.proved and len(result.results) == 7, str(result)
 
 
+def test_experts_whose_tokens_are_gathered_are_proved():
+    result = proof("ep")
+    assert result.proved and len(result.results) == 7, str(result)
+
+
+@pytest.mark.slow
+def test_gathered_tokens_of_several_data_parallel_groups_are_proved():
+    result = proof("zero2+ep", {"dp": 2, "ep": 2})
+    assert result.proved, str(result)
+
+
 @pytest.mark.slow
 def test_experts_of_several_data_parallel_groups_are_proved():
     result = proof("zero2+ep_alltoall", {"dp": 2, "ep": 2})
@@ -52,10 +63,11 @@ def test_a_layer_of_deepseek_is_proved():
 
 
 @pytest.mark.slow
-def test_a_layer_of_deepseek_of_true_sizes_on_64_ranks():
+@pytest.mark.parametrize("plan", ["ep_alltoall", "ep"])
+def test_a_layer_of_deepseek_of_true_sizes_on_64_ranks(plan):
     pytest.importorskip("transformers")
     with torch.device("meta"):
-        result = prove_plan(DeepseekLayer(), {"ep": 64}, "ep_alltoall", torch.empty(128, 8, 7168))
+        result = prove_plan(DeepseekLayer(), {"ep": 64}, plan, torch.empty(128, 8, 7168))
     assert result.proved and result.ranks == 64, str(result)
 
 
@@ -117,6 +129,35 @@ def no_exchange_of_counts(_rank, graph):
     next(iter(node.users)).replace_all_uses_with(node.args[0])
 
 
+def rows_of_others(graph):
+    """Behind its own experts' rows a rank leaves those of others."""
+    product = calls(graph, "grouped_matmul")[0]
+    mask = next(n for n in reversed(graph.nodes) if n < product and n.target is aten.where.self)
+    mask.replace_all_uses_with(mask.args[1])
+
+
+def own_piece(rank, graph):
+    """Rows of results are scattered and not added up."""
+    node = calls(graph, "reduce_scatter_tensor")[2]
+    size = node.meta["val"].shape[0]
+    with graph.inserting_before(node):
+        own = graph.call_function(aten.slice.Tensor, (node.args[0], 0, rank * size, (rank + 1) * size))
+    own.meta["val"] = node.meta["val"]
+    node.replace_all_uses_with(own)
+
+
+def order_of_another(graph):
+    """The rank brings back the tokens of its neighbour."""
+    piece = calls(graph, "moe_unpermute")[0].args[1].args[0]
+    piece.args = (piece.args[0], 1 - piece.args[1])
+
+
+GATHERED = {
+    "rows of others stay": (only_on(1, rows_of_others), "in no expert's part"),
+    "rows not added up": (own_piece, "missing, or counted twice"),
+    "tokens of another": (only_on(0, order_of_another), "divided otherwise|not its own|already"),
+}
+
 FAULTS = {
     "sum dropped": (drop_sum, "partial sum over ep"),
     "sum made twice": (sum_twice, "all_reduce over ep of what is no partial sum over it"),
@@ -134,6 +175,15 @@ def test_a_fault_is_named(fault):
     wrong = [r for r in result.results if r.state == "wrong"]
     assert wrong, str(result)
     assert any(re.search(reason, r.reason) for r in wrong), str(result)
+
+
+@pytest.mark.parametrize(
+    "fault", ["rows not added up", *(pytest.param(f, marks=pytest.mark.slow) for f in GATHERED if "not" not in f)]
+)
+def test_a_fault_of_gathered_tokens_is_named(fault):
+    edit, reason = GATHERED[fault]
+    wrong = [r for r in proof("ep", edit=edit).results if r.state == "wrong"]
+    assert wrong and any(re.search(reason, r.reason) for r in wrong), [r.reason for r in wrong]
 
 
 def test_a_rank_with_another_program_is_unknown():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 
@@ -406,6 +407,27 @@ def priced(prices, layout):
         for n in prices.problem.nodes
         for s in prices.space.strategies(n, layout)
     ]
+
+
+def test_frozen_parameters_are_told_from_trained_ones():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    model[0].weight.requires_grad_(False)
+    found = trace_model(model, (torch.zeros(4, 8),), {})
+    assert {p.name: p.trained for p in found.parameters if p.users} == {
+        "0.weight": False, "0.bias": True, "2.weight": True, "2.bias": True
+    }  # fmt: skip
+
+
+def test_attention_by_query_is_priced_with_and_without_optional_arguments(problem, monkeypatch):
+    monkeypatch.setattr(Prices, "_by_query", lambda *_: True)
+    node = next(n for n in problem.nodes if n.op == "attention")
+    prices, seconds = Prices(problem, HW), []
+    strategy = prices.space.strategies(node, Layout())[0]
+    for count in (len(node.call.args), 6):
+        call = dataclasses.replace(node.call, args=node.call.args[:count])
+        short = dataclasses.replace(node, args=node.args[:count], call=call)
+        seconds.append(prices._timed(short, strategy, Layout(), None, "", ""))
+    assert seconds[0] == seconds[1]
 
 
 def test_linear_programs():

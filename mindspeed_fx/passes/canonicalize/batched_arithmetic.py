@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 
+import torch
 import torch.fx as fx
 
 from mindspeed_fx.compat import tracing
@@ -45,7 +46,7 @@ def _rewrite(gm: fx.GraphModule, node: fx.Node) -> Outcome:
         return None
     body, *args = node.args
     graph = getattr(gm, str(body.target)).graph
-    if len({match.rank(x) for x in args}) != 1:
+    if len({match.rank(x) for x in args if isinstance(match.value(x), torch.Tensor)}) != 1:  # and sizes, of symbols
         return "values of different numbers of dimensions meet under vmap"
     values = dict(zip((n for n in graph.nodes if n.op == "placeholder"), args))
     outcome = site(OPERATOR, node, [node])

@@ -34,3 +34,13 @@ def test_ranks_that_differ_meet_at_other_dimensions_under_vmap():
 def test_of_a_batch_in_another_place():
     report = function_agrees(torch.func.vmap(lambda a, b: a + b, in_dims=(1, 0)), double(4, 3), double(3, 4))
     assert report.counts[NAME] == 0
+
+
+def test_of_any_number_of_rows():
+    """The size is an argument of what vmap runs."""
+    f = torch.compile(
+        torch.func.vmap(lambda a, b: a * b + a), backend="mindspeed", dynamic=True, options={"codegen": "eager"}
+    )
+    for rows in (3, 5):
+        a, b = double(rows, 4), double(rows, 4)
+        assert torch.equal(f(a, b), a * b + a)

@@ -106,3 +106,14 @@ def test_looking_both_ways_and_narrow_types_keep_the_bias():
         ).counts[NAME]
         == 1
     )
+
+
+def test_a_number_that_is_added_leaves_the_weights_of_rows_that_are_hidden_whole():
+    def f(q, k, v):
+        i = torch.arange(SEQ)
+        allowed = (i[:, None] // 5 != i // 5) & triangle()
+        scores = q @ k.mT * 0.5 - SLOPES[:, None, None] * apart().abs()
+        return (scores + torch.zeros_like(scores).masked_fill(~allowed, -10000.0)).softmax(-1) @ v
+
+    report = function_agrees(f, *(double(2, HEADS, SEQ, 4) for _ in "qkv"), level=1)
+    assert report.counts[NAME] == 1

@@ -238,3 +238,14 @@ def test_varlen_attn_of_torch_runs_on_cpu():
     grads = [torch.autograd.grad((o * torch.arange(4.0)).sum(), model.qkv.weight)[0] for o in (out, wanted)]
     torch.testing.assert_close(*grads)
     torch._dynamo.reset()
+
+
+def test_another_attention_behind_documents_under_a_budget():
+    """What the kernel of documents asks of their values, a measurement of its memory left as sizes of no graph."""
+
+    def f(q, k, v):
+        return F.scaled_dot_product_attention(by_fill(q, k, v), k, v, is_causal=True)
+
+    args = [torch.randn(2, 2, SEQ, 4, dtype=torch.double, requires_grad=True) for _ in "qkv"]
+    report = function_agrees(f, *args, level=1, memory_budget="min")
+    assert report.counts[NAME] == 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mindspeed_fx.compat import fx_graph
-from mindspeed_fx.graph.collectives import is_start, kind
+from mindspeed_fx.graph.collectives import is_start, is_wait, kind
 from mindspeed_fx.kernels import npu
 from mindspeed_fx.kernels.npu.emulation import registry
 from mindspeed_fx.options import Options
@@ -84,6 +84,21 @@ def test_emulated_values_on_every_rank(count, ranks):
         for h, w in zip(have, want, strict=True):
             assert h.stride() == w.stride() and w.abs().max() > 0
             torch.testing.assert_close(h, w, rtol=1e-12, atol=1e-12)
+
+
+def test_a_wait_that_is_waited_for_goes_too(ranks):
+    ranks(2)
+    assert npu.missing((mc2_experts.DISPATCH, mc2_experts.COMBINE)) is None
+    gm = layers.graph(layers.training(experts), SMALL)
+    for wait in [n for n in gm.graph.nodes if is_wait(n)]:
+        with gm.graph.inserting_after(wait):
+            again = gm.graph.call_function(wait.target, (wait,))
+        again.meta.update(wait.meta)
+        wait.replace_all_uses_with(again, delete_user_cb=lambda u, again=again: u is not again)
+    pairs = found(gm)
+    for pair in pairs:
+        mc2_experts.fuse(gm, pair)
+    assert len(pairs) == 8 and not any(is_wait(n) for n in gm.graph.nodes)
 
 
 def reasons(program, of=LARGE, dtype=BF16, **options):

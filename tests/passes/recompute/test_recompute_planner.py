@@ -2,6 +2,7 @@
 true.
 """
 
+import dataclasses
 import itertools
 import random
 
@@ -298,3 +299,13 @@ def test_a_residual_stream_is_made_again_segment_by_segment(monkeypatch):
     monkeypatch.setattr(budget_search, "boundaries", lambda s: [])
     large = Search(schedule).least
     assert small.bytes < 0.8 * large.bytes, (small.bytes, large.bytes)
+
+
+def test_neighbours_at_which_the_same_is_widest_are_one_place():
+    """What a layer makes inside is small beside the stream that goes around it: three places of each layer are one."""
+    schedule = residual(8)
+    inside = [i for i in range(2, 2 + 3 * 8) if (i - 2) % 3 < 2]
+    sizes = [1 if i in inside else 80 for i in range(len(schedule.saved_bytes))]
+    places = segments.crossings(dataclasses.replace(schedule, saved_bytes=sizes))
+    widest = [max(p, key=lambda v: (sizes[v], v)) for p in places]
+    assert len(widest) >= 7 and len(set(widest)) == len(widest)

@@ -7,6 +7,7 @@ Short, Test Long".
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch.fx as fx
@@ -43,11 +44,22 @@ def _others(masks: list[Given]) -> int:
 def _apart(n: fx.Node, where: fx.Node) -> list[Given]:
     if _slopes(n) is None and match.operands(n, aten.add.Tensor) and all(match.is_float(a) for a in n.args):
         return [arg for a in n.args for arg in _apart(a, where)]
-    if match.is_call(n, aten.masked_fill.Scalar, aten.masked_fill.Tensor) and mask.blocks(n.args[2]):
+    if match.is_call(n, aten.masked_fill.Scalar, aten.masked_fill.Tensor) and _hides(
+        "drop", n.args[1], n.args[2], where
+    ):
         return [*_apart(n.args[0], where), ("drop", n.args[1], where)]
-    if match.is_call(n, aten.where.self, aten.where.ScalarOther) and mask.blocks(n.args[2]):
+    if match.is_call(n, aten.where.self, aten.where.ScalarOther) and _hides("keep", n.args[0], n.args[2], where):
         return [*_apart(n.args[1], where), ("keep", n.args[0], where)]
     return [("add", n, where)]
+
+
+def _hides(kind: str, m: Any, number: Any, where: fx.Node) -> bool:
+    """Whether scores to which ``number`` is added where the mask says so count for nothing beside others of their row.
+    A finite one is added to all scores alike in a row that is hidden whole, whose weights it leaves as they are."""
+    if not mask.blocks(number) or mask.fill(number) == -math.inf:
+        return mask.blocks(number)
+    band, shape = mask.kept_band(m, kind), match.value(where).shape
+    return band is not None and band.low <= 0 <= band.high and statically_known_true(shape[-2] == shape[-1])
 
 
 def _has_slopes(n: Any, depth: int = 6) -> bool:

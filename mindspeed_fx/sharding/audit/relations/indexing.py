@@ -72,24 +72,41 @@ def _slice_backward(terms: Terms, args: list, n: fx.Node) -> Part:
     return changed(terms, ("slice_backward", dim, start, end, step, sizes[dim]), grad, dim, sizes[dim], True)
 
 
+def embedded(terms: Terms, weight: Part, ids: Part) -> Part:
+    """Rows of ``weight``, whole, for ids."""
+    key = ("embedding", weight.arranged, ids.arranged)
+    shared = [*(profile(d) for d in ids.dims), profile(weight.dims[1])]
+    result = terms.fresh(key, [*ids.whole, weight.whole[1]], shared, weight.partial)
+    terms.defined[result.term] = ("embedding", None, (weight, ids))
+    return result
+
+
 def _embedding(terms: Terms, args: list, n: fx.Node) -> Part:
     weight, ids = args[:2]
     along(weight, 0)
-    key = ("embedding", weight.arranged, ids.arranged)
-    shared = [*(profile(d) for d in ids.dims), profile(weight.dims[1])]
-    return terms.fresh(key, [*ids.whole, weight.whole[1]], shared, weight.partial)
+    terms.note_ids(ids.term, weight.whole[0])
+    return embedded(terms, weight, ids)
 
 
-def _embedding_backward(terms: Terms, args: list, n: fx.Node) -> Part:
-    grad, ids, count, *rest = args
+def gradient_key(count: int, rest: Sequence, grad: Part, ids: Part) -> tuple:
+    return "embedding_backward", count, repr(list(rest)), grad.arranged, ids.arranged
+
+
+def embedding_gradient(terms: Terms, grad: Part, ids: Part, count: int, rest: Sequence) -> Part:
+    """That of all rows."""
     shared = [profile(d) for d in ids.dims]
     if [profile(d) for d in grad.dims[:-1]] != shared:
         raise Unproved("a gradient is divided otherwise than its tokens")
     over = {m for p in shared for m, _ in p}
     if over & grad.partial:
         raise Unproved(f"a partial sum over {sorted(over & grad.partial)[0]} meets parts over it")
-    key = ("embedding_backward", count, repr(rest), grad.arranged, ids.arranged)
+    key = gradient_key(count, rest, grad, ids)
     return terms.fresh(key, [count, grad.whole[-1]], [(), profile(grad.dims[-1])], grad.partial | over)
+
+
+def _embedding_backward(terms: Terms, args: list, n: fx.Node) -> Part:
+    grad, ids, count, *rest = args
+    return embedding_gradient(terms, grad, ids, count, rest)
 
 
 def _expand(terms: Terms, args: list, n: fx.Node) -> Part | Fill:
@@ -102,6 +119,8 @@ def _expand(terms: Terms, args: list, n: fx.Node) -> Part | Fill:
     new = [(i, size) for i, size in enumerate(shape) if whole[i] == 1 and size > 1]
     if not new:
         return Part(x.term, dims, x.partial)
+    if len(shape) == len(x.dims) and {getattr(u.target, "_opname", "") for u in n.users} == {"mul"}:
+        return Fill(x, shape)  # broadcast by those that read it, whose sizes are those of parts
     sizes = [shape[i] if w == 1 else w for i, w in enumerate(whole)]
     return terms.fresh(("expand", tuple(new), x.arranged), sizes, [profile(d) for d in dims], x.partial)
 

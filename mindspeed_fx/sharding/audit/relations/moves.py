@@ -26,6 +26,12 @@ def _sum_key() -> tuple:
     return repr(["tensor", "tensor"]), repr([])
 
 
+def is_identity(short: str, args: Sequence) -> bool:
+    """Whether a number leaves what it is added to, or multiplied with, as it is."""
+    number = args[1] if len(args) == 2 and isinstance(args[1], (int, float)) else None
+    return number is not None and (short in ("mul", "div") and number == 1 or short in ("add", "sub") and number == 0)
+
+
 def _viewed(terms: Terms, n: fx.Node, args: list) -> Part:
     return regrouped(args[0], tuple(n.meta["val"].shape), terms.known)
 

@@ -76,7 +76,7 @@ class Numbers:
 
     def of(self, nodes: Sequence[fx.Node]) -> list[Tensor]:
         """For each rank."""
-        return [self._value(p, n) for p, n in zip(self.places, nodes)]
+        return [self.value(p, n) for p, n in zip(self.places, nodes)]
 
     def chosen_part(self, part: Part, place: Place) -> Tensor | None:
         """A rank's part of a term that is drawn."""
@@ -87,7 +87,7 @@ class Numbers:
         every = [index.get(r, torch.zeros(1, dtype=torch.int64)) for r in roots]
         return whole[tuple(every)].expand(part.local)
 
-    def _value(self, place: Place, node: fx.Node) -> Any:
+    def value(self, place: Place, node: fx.Node) -> Any:
         if node not in self.memo:
             self.memo[node] = self._computed(place, node)
         return self.memo[node]
@@ -110,18 +110,18 @@ class Numbers:
             fill = node.args[2] if name == "new_full" else node.args[1] if "full" in name else int("ones" in name)
             return torch.full(val.shape, fill, dtype=val.dtype)
         if name == "moe_permute":
-            ids = self._value(place, node.args[1])  # type: ignore[arg-type]
+            ids = self.value(place, node.args[1])  # type: ignore[arg-type]
             return torch.ops.mindspeed.moe_permute(torch.zeros(node.args[0].meta["val"].shape[0], 1), ids)  # type: ignore[union-attr]
-        args = pytree.tree_map_only(fx.Node, lambda n: self._value(place, n), list(node.args))
+        args = pytree.tree_map_only(fx.Node, lambda n: self.value(place, n), list(node.args))
         kwargs = {k: v for k, v in node.kwargs.items() if k not in ("device", "pin_memory", "layout")}
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def _sent(self, place: Place, node: fx.Node, name: str) -> Tensor:
         if name == "wait_tensor":
-            return self._value(place, node.args[0])  # type: ignore[arg-type]
+            return self.value(place, node.args[0])  # type: ignore[arg-type]
         ranks = self.members(node, place.rank)
         nodes = self.column(node)
-        every = [self._value(self.places[r], nodes[r].args[0]) for r in ranks]
+        every = [self.value(self.places[r], nodes[r].args[0]) for r in ranks]
         mine = ranks.index(place.rank)
         if name == "all_gather_into_tensor":
             return torch.cat(every)

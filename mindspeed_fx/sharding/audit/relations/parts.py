@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Hashable, Iterable, Iterator, NamedTuple, Sequence
+from typing import Any, Hashable, Iterable, Iterator, NamedTuple, Sequence
 
 import torch
 from torch import Tensor
@@ -131,6 +131,25 @@ class Terms:
     routings: dict[int, Tensor] = field(default_factory=dict)
     """Term of choices -> all of them, as they were drawn."""
 
+    vocabularies: dict[int, tuple[int, frozenset[int]]] = field(default_factory=dict)
+    """Term of ids -> how many rows they choose from, and ids that a loss ignores."""
+
+    stacks: dict[tuple[int, tuple[Dim, ...]], tuple[Part, ...]] = field(default_factory=dict)
+    """A whole tensor -> the parts that were stacked to make it."""
+
+    defined: dict[int, tuple[str, Any, tuple[Part, ...]]] = field(default_factory=dict)
+    """Term -> the operator that made it, what decides its function beside tensors, and the parts that it read."""
+
+    losses: dict[tuple, tuple] = field(default_factory=dict)
+    """Logits, targets and the ignored one -> the key of the loss's term."""
+
+    loss_gradients: dict[tuple, list[tuple[Part, tuple]]] = field(default_factory=dict)
+    """The same -> the gradient of the loss, and the key of that of the logits."""
+
+    def note_ids(self, term: int, count: int, ignored: Iterable[int] = ()) -> None:
+        before, others = self.vocabularies.get(term, (0, frozenset()))
+        self.vocabularies[term] = (max(count, before), others | frozenset(ignored))
+
     def draw(self, term: int) -> tuple[list[int], Tensor]:
         """The roots of a term of ``choices``, and values for all of it: at random, the same at every call."""
         shape, dim, among = self.choices[term]
@@ -146,7 +165,9 @@ class Terms:
     def spread(self, value: Part, like: Part) -> Part:
         """A tensor without dimensions, in every place of one like ``like``."""
         shared = [profile(d) for d in like.dims]
-        return self.fresh(("spread", value.arranged, like.whole), like.whole, shared, value.partial)
+        result = self.fresh(("spread", value.arranged, like.whole), like.whole, shared, value.partial)
+        self.defined[result.term] = ("spread", None, (value,))
+        return result
 
     def fresh(self, key: Hashable, sizes: Sequence[int], profiles: Sequence[Profile], partial: Iterable[str]) -> Part:
         """A term of its own, divided by ``profiles``."""

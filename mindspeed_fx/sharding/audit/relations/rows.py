@@ -49,6 +49,29 @@ class Order:
     """For each rank int64 [own pairs]: which they are."""
     count: int
     experts: Tensor
+    picked: tuple[int, tuple[int, ...]] | None = None
+    """Of several equal pieces along the pairs, how many there are and which one each rank has; ``tokens`` is of all."""
+
+    def piece(self, count: int, index: Sequence[int]) -> Order:
+        """Piece ``index`` (of each rank) of ``count``."""
+        positions = tuple(p.chunk(count)[i] for p, i in zip(self.positions, index))
+        pairs = tuple(p.chunk(count)[i] for p, i in zip(self.pairs, index))
+        return replace(self, positions=positions, pairs=pairs, picked=(count, tuple(index)))
+
+
+def piece_of_each(orders: Sequence[Order]) -> Order:
+    """For each rank the piece that it has of one order.
+
+    Raises:
+        Unknown: they are of several.
+    """
+    first = orders[0]
+    if any(o.tokens != first.tokens or not o.picked or o.picked[0] != first.picked[0] for o in orders):  # type: ignore[index]
+        raise Unknown("ranks read pieces of different orders")
+    each = list(enumerate(orders))
+    index = tuple(o.picked[1][r] for r, o in each)  # type: ignore[index]
+    positions, pairs = tuple(o.positions[r] for r, o in each), tuple(o.pairs[r] for r, o in each)
+    return replace(first, positions=positions, pairs=pairs, picked=(first.picked[0], index))  # type: ignore[index]
 
 
 @dataclass

@@ -87,6 +87,7 @@ def summed(terms: Terms, x: Part, over: Sequence[int], keep: bool) -> Part:
     gone = merged(d for i in over for d in x.dims[i])
     partial = _sums([x], {d.mesh for d in gone if d.mesh}, linear=(0,))
     term = terms.number("sum", x.term, merged(d._replace(mesh="") for d in gone))
+    terms.defined[term] = ("sum", tuple(over), (x,))
     rest = [() if i in over else dim for i, dim in enumerate(x.dims) if keep or i not in over]
     dims = [tuple(d._replace(root=terms.number("of", term, d.root)) for d in dim) for dim in rest]
     return Part(term, tuple(dims), partial)
@@ -119,7 +120,9 @@ def pointwise(terms: Terms, name: str, key: Hashable, parts: Sequence[Part], com
     reads = [p.arranged for p in parts]
     if commutes:
         reads.sort()
-    return terms.fresh((name, key, *reads), sizes, profiles, partial)
+    result = terms.fresh((name, key, *reads), sizes, profiles, partial)
+    terms.defined[result.term] = (name, key, tuple(parts))
+    return result
 
 
 def _as_sums(terms: Terms, parts: Sequence[Part]) -> list[Part]:

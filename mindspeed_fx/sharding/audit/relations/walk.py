@@ -11,9 +11,19 @@ import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 from mindspeed_fx.graph.provenance import module_path
-from mindspeed_fx.sharding.audit.relations import collectives, moves, routed, rows, rules
+from mindspeed_fx.sharding.audit.relations import (
+    collectives,
+    linear_losses,
+    losses,
+    moves,
+    routed,
+    rows,
+    rules,
+    vocabulary,
+)
 from mindspeed_fx.sharding.audit.relations.compare import Failed
 from mindspeed_fx.sharding.audit.relations.indexing import INDEXING
+from mindspeed_fx.sharding.audit.relations.lookups import Lookup, Lookups
 from mindspeed_fx.sharding.audit.relations.numbers import LIKE, Numbers, Numeric, Place
 from mindspeed_fx.sharding.audit.relations.parts import (
     Fill,
@@ -56,6 +66,8 @@ class Walk:
         self.numbers = Numbers(
             terms, self.places, lambda n: self.values[self.at[n]], lambda n: self.columns[self.at[n]], self._members
         )
+
+        self.lookups = Lookups(terms, self.numbers, self._own)
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         """Parts of the results for those of the inputs."""
@@ -107,6 +119,8 @@ class Walk:
         first = next(iter(read.values()))
         if len(read) == 1 or all(isinstance(v, Numeric) for v in read.values()):
             return first
+        if all(isinstance(v, rows.Order) for v in read.values()):
+            return rows.piece_of_each([read[self.at[m]] for m in column])
         if not all(isinstance(p, Part) and p.picked for p in read.values()):
             raise Unknown("ranks read different tensors")
         digit, _, dim = first.picked[-1]
@@ -138,6 +152,10 @@ class Walk:
         args = self._arguments(nodes)
         if short in SAME:
             return args[0]
+        if vocabulary.concerns(short, args) or linear_losses.concerns(short, args):
+            args = pytree.tree_map(self._own, args)
+            if (found := self._of_ids(nodes, short, args)) is not None:
+                return found
         if routed.concerns(short, args):
             context = rows.Context(
                 self.terms,
@@ -146,7 +164,7 @@ class Walk:
                 lambda i: self.numbers.of([m.args[i] for m in nodes]),  # type: ignore[misc]
                 lambda rank: self._members(nodes[rank], rank),
             )
-            return routed.apply(context, nodes, name, [self._own(a) if isinstance(a, Part) else a for a in args])
+            return routed.apply(context, nodes, name, [self._own(a) for a in args])
         if name.startswith("_c10d_functional."):
             return self._sent(nodes, short, self._own(args[0]))
         if short == "split" and isinstance(args[1], int):
@@ -182,6 +200,7 @@ class Walk:
             raise Unknown("no rule for one number everywhere")
         if name in rules.RULES:
             parts = [a for a in pytree.tree_leaves(args) if isinstance(a, Part)]
+            losses.note(self.terms, name, _key(n), n, parts)
             results = rules.apply(self.terms, name, _key(n), parts)
             return results if len(n.target._schema.returns) > 1 else results[0]
         if short in moves.PRODUCTS and not (short == "addmm" and n.kwargs):
@@ -190,17 +209,32 @@ class Walk:
         if short in rules.POINTWISE and parts and max(len(p.dims) for p in parts) == n.meta["val"].dim():
             commutes = short in ("add", "mul") and n.kwargs.get("alpha", 1) == 1 and len(parts) == len(args)
             fills = tuple((i, a.value) for i, a in enumerate(args) if isinstance(a, Fill))
+            if moves.is_identity(short, args):
+                return parts[0]
             if fills:  # in none of the arguments linear
                 result = rules.pointwise(self.terms, f"{short} of numbers", (_key(n), fills), parts)
             else:
                 result = rules.pointwise(self.terms, short, _key(n), parts, commutes)
             if short == "div" and len(parts) == 1 and isinstance(args[1], (int, float)):
                 self.terms.quotients[result.term] = parts[0], args[1]
-            return result
+            return losses.recognized(self.terms, result)
         if not parts and not any(isinstance(a, Fill) for a in args):
             shape = tuple(n.meta["val"].shape)
             return self.terms.fresh((name, _key(n), shape), shape, [()] * len(shape), ())
         raise Unknown("no rule")
+
+    def _of_ids(self, nodes: Sequence[fx.Node], short: str, args: list) -> Any:
+        """Where a vocabulary in parts is read; None where it is not."""
+        n = nodes[0]
+        x = linear_losses.largest(self.terms, args[0])
+        if isinstance(x, vocabulary.Largest) and short == "all_reduce" and args[1] == "max":
+            return vocabulary.reduced(x, self._mesh(nodes, short))
+
+        def lookup(at: int) -> Lookup:
+            return self.lookups.of([m.args[at] for m in nodes])  # type: ignore[misc]
+
+        of = linear_losses if linear_losses.concerns(short, args) else vocabulary
+        return of.apply(vocabulary.Context(self.terms, self.places, n, lookup), short, args)
 
     def _spread(self, args: list, short: str) -> list:
         """One value everywhere as a part like another argument of that shape; where it is broadcast, as it is."""
@@ -219,6 +253,9 @@ class Walk:
     # ----------------------------------------------------------- pieces
 
     def _own(self, x: Any) -> Any:
+        if isinstance(x, rows.Order) and x.picked:
+            tokens = collectives.piece(x.tokens, 0, *x.picked)
+            return replace(x, tokens=self._own(tokens), picked=None)
         if not isinstance(x, Part) or not x.picked:
             return x
         return collectives.own(self.terms, x, self.programs.places, self.programs.ranks)
@@ -231,9 +268,11 @@ class Walk:
             return _filled(nodes[0], "", value)
         if isinstance(value, tuple) and value[0] == "pieces":
             _, x, size, dim = value
-            extent = x.local[dim]
+            extent = len(x.positions[0]) if isinstance(x, rows.Order) else x.local[dim]
             if extent % size:
                 raise Unknown(f"{extent} in pieces of {size}")
+            if isinstance(x, rows.Order):
+                return x.piece(extent // size, [m.args[1] for m in nodes])  # type: ignore[misc]
             return collectives.piece(x, dim % len(x.dims), extent // size, [m.args[1] for m in nodes])
         return value[nodes[0].args[1]]
 
@@ -296,10 +335,7 @@ class Walk:
         n = nodes[0]
         if short == "wait_tensor":
             return x
-        meshes = {self.programs.groups.get(m.args[-1]) for m in nodes}
-        if len(meshes) > 1 or None in meshes:
-            raise Unproved(f"{short} over different groups of ranks")
-        mesh = str(meshes.pop())
+        mesh = self._mesh(nodes, short)
         count = self.programs.ranks[mesh]
         if short == "all_reduce":
             return collectives.all_reduce(x, mesh, n.args[1])
@@ -310,6 +346,13 @@ class Walk:
         if short == "all_to_all_single" and len({*n.args[1], *n.args[2]}) == 1:
             return collectives.all_to_all(x, mesh, count)
         raise Unknown("no rule")
+
+    def _mesh(self, nodes: Sequence[fx.Node], short: str) -> str:
+        """The mesh dimension of a collective."""
+        meshes = {self.programs.groups.get(m.args[-1]) for m in nodes}
+        if len(meshes) > 1 or None in meshes:
+            raise Unproved(f"{short} over different groups of ranks")
+        return str(meshes.pop())
 
 
 FILLS = LIKE | {"scalar_tensor"}
