@@ -22,8 +22,11 @@ import math
 import torch
 from torch import Tensor
 
+from mindspeed_fx.compat import symbols
+from mindspeed_fx.compat.fake import hint
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED, Even
 from mindspeed_fx.cost.operators import SPECIAL, once
+from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import accumulation_dtype, operator
 from mindspeed_fx.kernels.gated_delta_rule_chunks import SPAN, Block, block_gradients, head_blocks, spans
 from mindspeed_fx.kernels.recurrence import check_shapes, register_gradient
@@ -237,3 +240,43 @@ def backward_cost(out, grad, grad_state, starts, q, k, v, g, beta, state, scale,
     new += 0 if g is None else tokens // chunk * 2 * d * e
     tensors = (grad, grad_state, starts, q, k, v, g, beta, state)
     return once(out, *tensors, flops=again + new, vector=3 * tokens * vector, dtype="float32", again=again)
+
+
+# --------------------------------------------------------------------------- Triton
+
+
+def _refuse(q, k, v, g, beta, state, chunk):
+    sizes = (k.shape[1], k.shape[3], v.shape[1], v.shape[3])
+    if not all(isinstance(n, int) for n in sizes):
+        return "heads or their widths are symbolic"
+    if k.shape[3] > 128:
+        return f"keys of {k.shape[3]} elements, the kernel takes up to 128"
+    if chunk % 4:
+        return f"chunks of {chunk} tokens, the kernel takes multiples of four"
+    if any(x.dtype not in triton.DTYPES[1:] for x in (q, k, v)):
+        return "q, k or v is no 16-bit type"
+    if not all(symbols.statically_known_true(x.stride(3) == 1) for x in (q, k, v)):
+        return "rows of q, k or v are not contiguous"
+    if max(hint(x.shape[2]) * hint(x.stride(2)) for x in (q, k, v, beta, *([] if g is None else [g]))) >= 2**31:
+        return "a sequence of more elements than offsets of 32 bits reach"
+    return triton.refuse_types(v.shape[3], g=g, beta=beta, state=state)
+
+
+triton.kernel(
+    gated_delta_rule,
+    fake,
+    "gated_delta_rule.forward",
+    "triangular systems of all tiles, then a walk through the states",
+    lambda q, k, v, g, beta, state, scale, norm_eps=None, chunk=CHUNK: _refuse(q, k, v, g, beta, state, chunk),
+)
+triton.kernel(
+    gated_delta_rule_backward,
+    fake_backward,
+    "gated_delta_rule_backward.backward",
+    "states again, a walk back, then all tiles at once",
+    lambda grad, grad_state, starts, q, k, v, g, beta, state, scale, norm_eps=None, chunk=CHUNK: (
+        _refuse(q, k, v, g, beta, state, chunk) or triton.refuse_types(1, grad=grad, grad_state=grad_state)
+    ),
+)
+triton.on_npu(gated_delta_rule)
+triton.on_npu(gated_delta_rule_backward)

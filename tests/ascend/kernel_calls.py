@@ -73,6 +73,11 @@ def many():
     for heads in (32, 40):
         top = _new(1, heads, 4096, 8, dtype=f32)
         found[f"attention_lse {heads}"] = kernels.call("attention_lse", top, top)
+    heads = lambda n, *width: _new(1, 4096, n, *width).transpose(1, 2)  # noqa: E731
+    rule = (heads(16, 128), heads(16, 128), heads(32, 128), heads(32), heads(32), None, 0.1, 1e-6, 64)
+    starts = _new(1, 32, 16, 128, 128, dtype=f32)
+    found["gated_delta_rule"] = kernels.call("gated_delta_rule", *rule)
+    found["gated_delta_rule_backward"] = kernels.call("gated_delta_rule_backward", rule[2], None, starts, *rule)
     logits, target, lse = _new(4096, 128256), _new(4096, dtype=torch.int64), _new(4096, dtype=f32)
     found["cross_entropy 128256"] = kernels.call("cross_entropy", logits, target, -100, 0.1)
     found["cross_entropy_backward 128256"] = kernels.call("cross_entropy_backward", lse, logits, target, lse, -100, 0.0)

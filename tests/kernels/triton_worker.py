@@ -134,6 +134,12 @@ def launches() -> list[tuple[str, object, tuple, int, dict]]:
             x = new(2, 8192, 4096, dtype=dtype).transpose(1, 2) if dtype == BF16 else x
             run["causal_conv1d"].forward(x, w, None, True)
             run["causal_conv1d"].backward(x, x, w, None, True)
+            for width in (128, 64) if dtype == BF16 else ():
+                label, heads = f"32 heads of {width}", lambda n, *width: new(1, 4096, n, *width, dtype=BF16)
+                q, v, gate = (x.transpose(1, 2) for x in (heads(16, width), heads(32, width), heads(32)))
+                call = (q, q, v, gate, gate, None, 0.1, 1e-6, 64)
+                starts = run["gated_delta_rule"].forward(*call)[2]
+                run["gated_delta_rule_backward"].backward(v, None, starts, *call)
             if dtype == F32:
                 label, top = "32 heads", new(1, 32, 4096, 8, dtype=F32)
                 run["attention_lse"].forward(top, top)
