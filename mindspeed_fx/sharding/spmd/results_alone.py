@@ -59,13 +59,13 @@ def _writes_or_hides(n: fx.Node) -> bool:
 def stand_in(results: Sequence[fx.Node], local: Sequence[Any]) -> tuple[torch.Tensor, ...]:
     """Empty tensors of the shapes of ``results``; those that a gradient flows into depend on an input."""
     differentiable = next((x for x in local if isinstance(x, torch.Tensor) and x.requires_grad), None)
-    made = []
+    standing = []
     for n in results:
         value = n.meta["val"]
         empty = torch.empty(value.shape, dtype=value.dtype, device=value.device)
         flows = n.meta["needs_grad"] and differentiable is not None
-        made.append(_Depending.apply(differentiable, empty) if flows else empty)
-    return tuple(made)
+        standing.append(_Depending.apply(differentiable, empty) if flows else empty)
+    return tuple(standing)
 
 
 class _Depending(torch.autograd.Function):
