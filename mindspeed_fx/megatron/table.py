@@ -41,6 +41,7 @@ from mindspeed_fx.megatron import (  # noqa: F401  *_npu register themselves
     rng,
     rope_scaling,
     rotary,
+    run_arguments,
     several_tensors,
     sinkhorn,
     sliced_states,
@@ -383,6 +384,9 @@ def keep_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False) -> N
 
 def current_device() -> torch.device:
     """``torch.cuda.current_device`` where Megatron uses it as a device: the NPU or the CPU; meta where a model is built
-    under ``torch.device("meta")``, which Megatron's explicit device would defeat."""
+    under ``torch.device("meta")``, which Megatron's explicit device would defeat. In a run with
+    ``--init-model-with-meta-device`` it is to: nobody fills such weights later.
+    """
     default = torch.get_default_device()
-    return default if default.type == "meta" else torch.device(groups.kind())
+    is_filled = getattr(run_arguments.training_arguments(), "init_model_with_meta_device", False)
+    return default if default.type == "meta" and not is_filled else torch.device(groups.kind())

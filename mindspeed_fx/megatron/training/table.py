@@ -14,6 +14,7 @@ from mindspeed_fx.megatron.training import (
     habits,
     initialize,
     loaded_steps,
+    meta_weights,
     optimizer_memory,
     tools,
 )
@@ -77,6 +78,7 @@ def table() -> dict[str, list[Patch]]:
                 EVERYWHERE,
             ),
             Patch(placement.ITERATORS, placement.data_iterators, "the second chunk's data are mirrored", EVERYWHERE),
+            *meta_weights.table(),
             Patch(tools.TRAIN, tools.train, "MindSpeed's tools begin and end with it", EVERYWHERE),
             Patch(tools.STEP, tools.train_step, "MindSpeed's tools count its iterations", EVERYWHERE),
             *forward_hooks.table(),
