@@ -157,17 +157,10 @@ class Walk:
             return args[0]
         if vocabulary.concerns(short, args) or linear_losses.concerns(short, args):
             args = pytree.tree_map(self._own, args)
-            if (found := self._of_ids(nodes, short, args)) is not None:
-                return found
+            if (relation := self._of_ids(nodes, short, args)) is not None:
+                return relation
         if routed.concerns(short, args):
-            context = rows.Context(
-                self.terms,
-                self.places,
-                routed.rule_key(n),
-                lambda i: self.numbers.of([m.args[i] for m in nodes]),  # type: ignore[misc]
-                lambda rank: self._members(nodes[rank], rank),
-            )
-            return routed.apply(context, nodes, name, [self._own(a) for a in args])
+            return self._routed(nodes, name, args)
         if name.startswith("_c10d_functional."):
             return self._sent(nodes, short, self._own(args[0]))
         if short == "split" and isinstance(args[1], int):
@@ -225,6 +218,17 @@ class Walk:
             shape = tuple(n.meta["val"].shape)
             return self.terms.fresh((name, nodes_of.key_of(n), shape), shape, [()] * len(shape), ())
         raise Unknown("no rule")
+
+    def _routed(self, nodes: Sequence[fx.Node], name: str, args: list) -> Any:
+        """Where rows are on their way to experts, or integers that send them."""
+        context = rows.Context(
+            self.terms,
+            self.places,
+            routed.rule_key(nodes[0]),
+            lambda i: self.numbers.of([m.args[i] for m in nodes]),  # type: ignore[misc]
+            lambda rank: self._members(nodes[rank], rank),
+        )
+        return routed.apply(context, nodes, name, [self._own(a) for a in args])
 
     def _of_ids(self, nodes: Sequence[fx.Node], short: str, args: list) -> Any:
         """Where a vocabulary in parts is read; None where it is not."""
