@@ -63,11 +63,10 @@ def test_a_layer_of_deepseek_is_proved():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["ep_alltoall", "ep"])
-def test_a_layer_of_deepseek_of_true_sizes_on_64_ranks(plan):
+def test_a_layer_of_deepseek_of_true_sizes_on_64_ranks():
     pytest.importorskip("transformers")
     with torch.device("meta"):
-        result = prove_plan(DeepseekLayer(), {"ep": 64}, plan, torch.empty(128, 8, 7168))
+        result = prove_plan(DeepseekLayer(), {"ep": 64}, "ep_alltoall", torch.empty(128, 8, 7168))
     assert result.proved and result.ranks == 64, str(result)
 
 

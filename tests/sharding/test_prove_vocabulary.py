@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mindspeed_fx.passes.fusion import linear_cross_entropy
 from mindspeed_fx.planning.prove_plan import prove_plan
 from mindspeed_fx.sharding.audit.relations.compare import whole_inputs
 from mindspeed_fx.sharding.audit.relations.lookups import Lookup
@@ -62,6 +63,24 @@ def proof(plan="tp", mesh=None, edit=None, **settings):
 def test_embedding_and_loss_are_proved(plan, mesh, settings):
     result = proof(plan, mesh, **settings)
     assert result.proved and len(result.results) == 5, str(result)
+
+
+@pytest.mark.parametrize(
+    "plan, mesh", [("tp", {"tp": 2}), pytest.param("zero2+tp_sp", {"dp": 2, "tp": 2}, marks=pytest.mark.slow)]
+)
+def test_a_loss_from_hidden_states_is_proved(plan, mesh, monkeypatch):
+    """Logits that no tensor holds, as large vocabularies have them."""
+    monkeypatch.setattr(linear_cross_entropy, "SMALLEST", 0)
+    monkeypatch.setattr(linear_cross_entropy, "SMALLEST_CPP", 0)
+    result = proof(plan, mesh)
+    assert result.proved and len(result.results) == 5, str(result)
+
+
+def test_targets_of_another_are_found_without_logits_too(monkeypatch):
+    monkeypatch.setattr(linear_cross_entropy, "SMALLEST", 0)
+    monkeypatch.setattr(linear_cross_entropy, "SMALLEST_CPP", 0)
+    result = proof(edit=only_on(0, classes_of_another))
+    assert any(r.state == "wrong" and "target" in r.reason for r in result.results), str(result)
 
 
 class Decoder(nn.Module):

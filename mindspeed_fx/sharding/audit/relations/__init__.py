@@ -11,5 +11,7 @@
 * ``vocabulary.py``: a vocabulary in parts; ``lookups.py``: what ranks make of ids, for every id; ``losses.py``: cross
   entropy that is written out over parts, recognized
 * ``compare.py``: what programs are given, and their results against those of the whole program
+* ``linear_losses.py``: the same from hidden states, where no tensor holds the logits
+* ``nodes.py``: what is asked of single nodes
 * ``walk.py``: the programs of all ranks side by side, node by node
 """

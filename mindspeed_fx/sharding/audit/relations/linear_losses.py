@@ -196,10 +196,10 @@ def _of_own_backward(c: Context, args: list) -> list:
         raise Unknown("no rule")
     if _targets(c, weight, look) != lse.over or lse.minus is not None:
         raise Unproved("targets are shared otherwise than classes")
-    found = losses.shares_of_sum(terms, share, own)
-    if found is None or terms.defined.get(lse.part.term) != ("lse", softcap, (x, weight)):
+    entry = losses.shares_of_sum(terms, share, own)
+    if entry is None or terms.defined.get(lse.part.term) != ("lse", softcap, (x, weight)):
         raise Unknown("the gradient of another loss")
-    g, target, ignored, of = found
+    g, target, ignored, of = entry
     if of != lse.part or target.arranged != look.ids.arranged:
         raise Unproved("the gradient of the loss of other tokens")
     key, _ = _token_losses(terms, x, weight, target, ignored, softcap)

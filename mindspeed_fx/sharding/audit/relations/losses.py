@@ -47,8 +47,8 @@ def recognized(terms: Terms, x: Any) -> Any:
 
 def _calls(terms: Terms, x: Part, name: str) -> tuple[Any, tuple[Part, ...]] | None:
     """Key and arguments of the term, if it is one of that operator."""
-    found = terms.defined.get(x.term)
-    return found[1:] if found and found[0] == name else None
+    entry = terms.defined.get(x.term)
+    return entry[1:] if entry and entry[0] == name else None
 
 
 def _thin(x: Part) -> Part:

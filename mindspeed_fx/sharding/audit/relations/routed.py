@@ -26,7 +26,8 @@ def apply(c: rows.Context, nodes: Sequence[fx.Node], name: str, args: list) -> A
     n, short = nodes[0], name.rpartition(".")[2]
     if short == "moe_permute" and isinstance(args[0], Part) and isinstance(args[1], Part):
         return rows.permuted(c, args[0], args[1])
-    if short == "split" and isinstance(args[0], rows.Order) and isinstance(args[1], int):
+    in_pieces = short == "split" and isinstance(args[0], (rows.Order, rows.Rows)) and isinstance(args[1], int)
+    if in_pieces and not (args[2:] or [0])[0]:
         return ("pieces", *args[:2], 0)
     leaves = pytree.tree_leaves(args)
     if not any(isinstance(a, (rows.Rows, rows.Order)) for a in leaves):

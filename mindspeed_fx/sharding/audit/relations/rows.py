@@ -74,6 +74,17 @@ def piece_of_each(orders: Sequence[Order]) -> Order:
     return replace(first, positions=positions, pairs=pairs, picked=(first.picked[0], index))  # type: ignore[index]
 
 
+def rows_of_each(each: Sequence[Rows]) -> Rows:
+    """For each rank the rows that it has, in several pieces of one tensor.
+
+    Raises:
+        Unknown: they are of several.
+    """
+    if any(x.part != each[0].part or x.experts is not each[0].experts for x in each):
+        raise Unknown("ranks read rows of different tensors")
+    return each[0].moved([x.pairs[r] for r, x in enumerate(each)])
+
+
 @dataclass
 class Context:
     """What a rule about rows is given beside its arguments."""

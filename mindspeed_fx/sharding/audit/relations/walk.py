@@ -21,10 +21,11 @@ from mindspeed_fx.sharding.audit.relations import (
     rules,
     vocabulary,
 )
+from mindspeed_fx.sharding.audit.relations import nodes as nodes_of
 from mindspeed_fx.sharding.audit.relations.compare import Failed
 from mindspeed_fx.sharding.audit.relations.indexing import INDEXING
 from mindspeed_fx.sharding.audit.relations.lookups import Lookup, Lookups
-from mindspeed_fx.sharding.audit.relations.numbers import LIKE, Numbers, Numeric, Place
+from mindspeed_fx.sharding.audit.relations.numbers import Numbers, Numeric, Place
 from mindspeed_fx.sharding.audit.relations.parts import (
     Fill,
     Part,
@@ -71,7 +72,7 @@ class Walk:
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         """Parts of the results for those of the inputs."""
-        columns = [_live(g) for g in self.programs.graphs]
+        columns = [nodes_of.live_nodes(g) for g in self.programs.graphs]
         if len({len(c) for c in columns}) > 1:
             results = columns[0][-1].args[0]
             return [Failed(Unknown("ranks have programs of different lengths"))] * len(results)  # type: ignore[arg-type]
@@ -105,7 +106,7 @@ class Walk:
         except Unproved as error:
             if isinstance(error, _Before):
                 return Failed(error.args[0])
-            if _is_integer(n):
+            if nodes_of.is_integer(n):
                 return Numeric()
             where = module_path(n) or "the model"
             return Failed(type(error)(f"{n.target} ({where}): {error}"))
@@ -121,6 +122,8 @@ class Walk:
             return first
         if all(isinstance(v, rows.Order) for v in read.values()):
             return rows.piece_of_each([read[self.at[m]] for m in column])
+        if all(isinstance(v, rows.Rows) for v in read.values()):
+            return rows.rows_of_each([read[self.at[m]] for m in column])
         if not all(isinstance(p, Part) and p.picked for p in read.values()):
             raise Unknown("ranks read different tensors")
         digit, _, dim = first.picked[-1]
@@ -145,26 +148,19 @@ class Walk:
             raise Unknown("a constant")
         if n.target is operator.getitem:
             return self._item(nodes)
-        name = _name(n.target)
+        name = nodes_of.name_of(n.target)
         short = name.rpartition(".")[2]
-        if short in FILLS:
-            return _filled(n, short)
+        if short in nodes_of.FILLS:
+            return nodes_of.filled(n, short)
         args = self._arguments(nodes)
         if short in SAME:
             return args[0]
         if vocabulary.concerns(short, args) or linear_losses.concerns(short, args):
             args = pytree.tree_map(self._own, args)
-            if (found := self._of_ids(nodes, short, args)) is not None:
-                return found
+            if (relation := self._of_ids(nodes, short, args)) is not None:
+                return relation
         if routed.concerns(short, args):
-            context = rows.Context(
-                self.terms,
-                self.places,
-                routed.rule_key(n),
-                lambda i: self.numbers.of([m.args[i] for m in nodes]),  # type: ignore[misc]
-                lambda rank: self._members(nodes[rank], rank),
-            )
-            return routed.apply(context, nodes, name, [self._own(a) for a in args])
+            return self._routed(nodes, name, args)
         if name.startswith("_c10d_functional."):
             return self._sent(nodes, short, self._own(args[0]))
         if short == "split" and isinstance(args[1], int):
@@ -178,10 +174,10 @@ class Walk:
                 return whole
             args[0] = [self._own(a) for a in args[0]]
             if isinstance(args[0][0], Fill) and len({a.value if isinstance(a, Fill) else a for a in args[0]}) == 1:
-                return _filled(n, short, args[0][0])
+                return nodes_of.filled(n, short, args[0][0])
             return self._cat(args[0], dim)
         if short in ("slice", "expand", *moves.MOVES) and isinstance(args[0], Fill):
-            return _filled(n, short, args[0])
+            return nodes_of.filled(n, short, args[0])
         if short == "slice":
             return self._slice(nodes, args)
         if short == "split_with_sizes":
@@ -190,7 +186,7 @@ class Walk:
         args = pytree.tree_map(lambda a: self._own(a) if isinstance(a, Part) else a, args)
         if short in moves.MOVES:
             return moves.MOVES[short](self.terms, n, args)
-        if short not in SIZED:
+        if short not in nodes_of.SIZED:
             self._alike(nodes)
         args = self._spread(args, short)
         read = [a for a in pytree.tree_leaves(args) if isinstance(a, (Part, Fill))]
@@ -200,8 +196,8 @@ class Walk:
             raise Unknown("no rule for one number everywhere")
         if name in rules.RULES:
             parts = [a for a in pytree.tree_leaves(args) if isinstance(a, Part)]
-            losses.note(self.terms, name, _key(n), n, parts)
-            results = rules.apply(self.terms, name, _key(n), parts)
+            losses.note(self.terms, name, nodes_of.key_of(n), n, parts)
+            results = rules.apply(self.terms, name, nodes_of.key_of(n), parts)
             return results if len(n.target._schema.returns) > 1 else results[0]
         if short in moves.PRODUCTS and not (short == "addmm" and n.kwargs):
             return moves.PRODUCTS[short](self.terms, args, n)
@@ -212,16 +208,27 @@ class Walk:
             if moves.is_identity(short, args):
                 return parts[0]
             if fills:  # in none of the arguments linear
-                result = rules.pointwise(self.terms, f"{short} of numbers", (_key(n), fills), parts)
+                result = rules.pointwise(self.terms, f"{short} of numbers", (nodes_of.key_of(n), fills), parts)
             else:
-                result = rules.pointwise(self.terms, short, _key(n), parts, commutes)
+                result = rules.pointwise(self.terms, short, nodes_of.key_of(n), parts, commutes)
             if short == "div" and len(parts) == 1 and isinstance(args[1], (int, float)):
                 self.terms.quotients[result.term] = parts[0], args[1]
             return losses.recognized(self.terms, result)
         if not parts and not any(isinstance(a, Fill) for a in args):
             shape = tuple(n.meta["val"].shape)
-            return self.terms.fresh((name, _key(n), shape), shape, [()] * len(shape), ())
+            return self.terms.fresh((name, nodes_of.key_of(n), shape), shape, [()] * len(shape), ())
         raise Unknown("no rule")
+
+    def _routed(self, nodes: Sequence[fx.Node], name: str, args: list) -> Any:
+        """Where rows are on their way to experts, or integers that send them."""
+        context = rows.Context(
+            self.terms,
+            self.places,
+            routed.rule_key(nodes[0]),
+            lambda i: self.numbers.of([m.args[i] for m in nodes]),  # type: ignore[misc]
+            lambda rank: self._members(nodes[rank], rank),
+        )
+        return routed.apply(context, nodes, name, [self._own(a) for a in args])
 
     def _of_ids(self, nodes: Sequence[fx.Node], short: str, args: list) -> Any:
         """Where a vocabulary in parts is read; None where it is not."""
@@ -265,9 +272,11 @@ class Walk:
         if isinstance(value, Numeric):
             return value
         if isinstance(value, Fill):
-            return _filled(nodes[0], "", value)
+            return nodes_of.filled(nodes[0], "", value)
         if isinstance(value, tuple) and value[0] == "pieces":
             _, x, size, dim = value
+            if isinstance(x, rows.Rows):
+                return x.moved([p.split(size)[m.args[1]] for p, m in zip(x.pairs, nodes)])  # type: ignore[index]
             extent = len(x.positions[0]) if isinstance(x, rows.Order) else x.local[dim]
             if extent % size:
                 raise Unknown(f"{extent} in pieces of {size}")
@@ -299,7 +308,7 @@ class Walk:
         return [moves.cut(self.terms, x, dim % len(x.dims), e - size, e) for size, e in zip(sizes, ends)]
 
     def _alike(self, nodes: Sequence[fx.Node]) -> None:
-        if any(_numbers(m) != _numbers(nodes[0]) for m in nodes):
+        if any(nodes_of.numbers_of(m) != nodes_of.numbers_of(nodes[0]) for m in nodes):
             raise Unknown("numbers of ranks differ")
 
     def _cat(self, pieces: list[Part | Fill], dim: int) -> Part:
@@ -353,55 +362,3 @@ class Walk:
         if len(meshes) > 1 or None in meshes:
             raise Unproved(f"{short} over different groups of ranks")
         return str(meshes.pop())
-
-
-FILLS = LIKE | {"scalar_tensor"}
-SIZED = frozenset(["expand", "slice_backward"])
-"""Operators that are told sizes, which are a rank's own."""
-
-
-def _filled(n: fx.Node, short: str, like: Fill | None = None) -> Fill:
-    """A tensor of one number."""
-    shape = tuple(n.meta["val"].shape)
-    if like is not None:
-        return Fill(like.value, shape)
-    if short == "scalar_tensor":
-        return Fill(float(n.args[0]), shape)  # type: ignore[arg-type]
-    if "full" in short:
-        return Fill(float(n.args[2 if short == "new_full" else 1]), shape)  # type: ignore[arg-type]
-    return Fill(float("ones" in short), shape)
-
-
-def _is_integer(n: fx.Node) -> bool:
-    """Whether its results are numbers, or counts of such."""
-    values = [v for v in pytree.tree_leaves(n.meta.get("val")) if hasattr(v, "dtype")]
-    counted = getattr(n.target, "_opname", "") in ("histc", "bincount")
-    return n.op == "get_attr" or counted or bool(values) and not any(v.is_floating_point() for v in values)
-
-
-def _name(target: Any) -> str:
-    return f"{target.namespace}.{target._opname}" if hasattr(target, "_opname") else str(target)
-
-
-def _key(n: fx.Node) -> tuple:
-    """What decides the function beside its tensors; sizes do not, they are those of the tensors."""
-    plain = pytree.tree_map(lambda a: "tensor" if isinstance(a, fx.Node) else a, list(n.args))
-    named = {k: v for k, v in n.kwargs.items() if k not in ("device", "pin_memory", "layout", "memory_format")}
-    return repr(plain), repr(sorted(named.items()))
-
-
-def _numbers(n: fx.Node) -> list:
-    return [a for a in pytree.tree_leaves([n.args, n.kwargs]) if isinstance(a, (int, float))]
-
-
-def _live(graph: fx.Graph) -> list[fx.Node]:
-    """Inputs, results and what they are computed from, in order. What else a trace holds depends on what was traced
-    before it."""
-    output = next(n for n in reversed(graph.nodes) if n.op == "output")
-    live, stack = {output}, [output]
-    while stack:
-        for n in stack.pop().all_input_nodes:
-            if n not in live:
-                live.add(n)
-                stack.append(n)
-    return [n for n in graph.nodes if n.op == "placeholder" or n in live]
