@@ -102,14 +102,26 @@ def attention(
     lse = scores.logsumexp(-1)
     if sinks is not None:
         lse = torch.logaddexp(lse, by_row(sinks.to(wide)))
-    weights = weights_of(scores, lse)
+    weights = weights_of(scores, lse, mask)
     out = weights @ repeat_kv_heads(q, v).to(wide)
     return stored_bsnd(out.to(q.dtype)), stored_bsnd(lse)
 
 
-def weights_of(scores: Tensor, lse: Tensor) -> Tensor:
-    """exp(scores - lse): zero in a row without any allowed key, and NaN where a score is, as softmax has it."""
-    return (scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp()
+FAR = 2.0**12
+"""Magnitude from which a log-sum-exp in float32 says less than three digits of a sum of exponentials."""
+
+
+def weights_of(scores: Tensor, lse: Tensor, mask: Tensor | None) -> Tensor:
+    """exp(scores - lse): zero in a row without any allowed key, and NaN where a score is, as softmax has it.
+
+    Where a ``mask`` of numbers such as -1e9 hides a row whole, nothing is left in ``lse`` of how many keys there are:
+    the weights are divided by their sum.
+    """
+    weights = (scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp()
+    if mask is None or mask.dtype == torch.bool:
+        return weights
+    far = ((lse.abs() > FAR) & (lse != float("-inf"))).unsqueeze(-1)
+    return torch.where(far, weights / weights.sum(-1, keepdim=True), weights)
 
 
 def by_row(sinks: Tensor) -> Tensor:
@@ -151,7 +163,7 @@ def attention_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, s
     wide = accumulation_dtype(q.dtype)
     g, qw, kw, vw = grad.to(wide), q.to(wide), k.to(wide), v.to(wide)
     scores, tanh = masked_scores(qw, kw, mask, causal, scale, window, softcap)
-    p = weights_of(scores, lse)
+    p = weights_of(scores, lse, mask)
     delta = (g * out.to(wide)).sum(-1, keepdim=True)
     ds = p * (g @ repeat_kv_heads(q, vw).transpose(-1, -2) - delta)
     if tanh is not None:

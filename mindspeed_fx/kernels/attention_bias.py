@@ -53,7 +53,7 @@ def attention_bias_backward(
     wide = accumulation_dtype(q.dtype)
     g, qw, kw, vw = grad.to(wide), q.to(wide), k.to(wide), v.to(wide)
     scores, tanh = attention.masked_scores(qw, kw, bias, causal, scale, window, softcap)
-    p = attention.weights_of(scores, lse)
+    p = attention.weights_of(scores, lse, bias)
     delta = (g * out.to(wide)).sum(-1, keepdim=True)
     ds = p * (g @ attention.repeat_kv_heads(q, vw).transpose(-1, -2) - delta)
     dbias = ds.sum_to_size(bias.shape).to(bias.dtype).contiguous()  # the bias is added after a soft-cap

@@ -60,7 +60,7 @@ def attention_seeded(
     wide = accumulation_dtype(q.dtype)
     scores = plain.masked_scores(q.to(wide), k.to(wide), mask, causal, scale, window, 0.0)[0]
     lse = scores.logsumexp(-1)
-    weights = plain.weights_of(scores, lse)
+    weights = plain.weights_of(scores, lse, mask)
     seed = torch.randint(2**31, (1,), device=q.device) if p else torch.zeros(1, dtype=torch.int64, device=q.device)
     out = (weights * _keep(seed, weights, p) if p else weights) @ plain.repeat_kv_heads(q, v).to(wide)
     return plain.stored_bsnd(out.to(q.dtype)), plain.stored_bsnd(lse), seed, torch.zeros_like(seed)
@@ -80,7 +80,7 @@ def attention_seeded_backward(grad, q, k, v, out, lse, seed, offset, mask, causa
     for the factors M of the dropout; rowsum(dO * O) stays rowsum(P * dP)."""
     wide = accumulation_dtype(q.dtype)
     g, qw, kw, vw = (x.to(wide) for x in (grad, q, k, v))
-    weights = plain.weights_of(plain.masked_scores(qw, kw, mask, causal, scale, window, 0.0)[0], lse)
+    weights = plain.weights_of(plain.masked_scores(qw, kw, mask, causal, scale, window, 0.0)[0], lse, mask)
     keep = _keep(seed, weights, p) if p else torch.ones_like(weights)
     dp = (g @ plain.repeat_kv_heads(q, vw).transpose(-1, -2)) * keep
     ds = weights * (dp - (g * out.to(wide)).sum(-1, keepdim=True))

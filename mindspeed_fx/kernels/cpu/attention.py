@@ -84,6 +84,8 @@ def _flash(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
 
 
 def _flash_backward_supports(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
+    if mask is not None and mask.dtype != torch.bool:
+        return "a mask of numbers: of a row that it hides whole the log-sum-exp does not tell the weights"
     return _flash_supports(q, k, v, mask, causal, scale, window, softcap)
 
 

@@ -101,6 +101,9 @@ struct Operand<BFloat16> {
   }
 };
 
+// As in attention.py.
+constexpr float FAR = 4096.0f;
+
 // Tiles of keys that some query of [q0, q0 + nq) sees: [first, second).
 std::pair<int64_t, int64_t> seen(const Problem& n, int64_t q0, int64_t nq) {
   const int64_t high = n.causal ? std::min(n.keys, q0 + nq) : n.keys;
@@ -237,9 +240,9 @@ bool backward(const Problem& n, void* const* data, const int64_t* strides) {
   std::atomic<bool> failed{false};
 #pragma omp parallel num_threads(n.threads)
   {
-    const Buffer work(key_tiles * T * n.dim + 6 * T * T + (3 * n.dim + 2 * n.v_dim + 2 + COPIES<E> * (2 * n.dim + 3 * n.v_dim) + T) * T, failed, !std::is_same_v<M, float>);
+    const Buffer work(key_tiles * T * n.dim + 6 * T * T + (3 * n.dim + 2 * n.v_dim + 3 + COPIES<E> * (2 * n.dim + 3 * n.v_dim) + T) * T, failed, !std::is_same_v<M, float>);
     const int64_t batches = has_all(failed) ? n.batch : 0;
-    float *p = work.data, *ds = p + T * T, *bend = ds + T * T, *dqt = bend + T * T, *delta = dqt + n.dim * T, *top = delta + T, *operands = top + T;
+    float *p = work.data, *ds = p + T * T, *bend = ds + T * T, *dqt = bend + T * T, *delta = dqt + n.dim * T, *top = delta + T, *share_of = top + T, *operands = share_of + T;
     M *kt = reinterpret_cast<M*>(operands), *qt = kt + key_tiles * T * n.dim, *gt = qt + n.dim * T, *p_copy = gt + n.v_dim * T, *ds_copy = p_copy + T * T;
     M *ds_pairs = ds_copy + T * T, *q_pairs = ds_pairs + T * T, *grad_pairs = q_pairs + n.dim * T;
     float* q_copy = operands + (key_tiles + 2) * T * n.dim + 3 * T * T + 2 * n.v_dim * T;
@@ -276,15 +279,10 @@ bool backward(const Problem& n, void* const* data, const int64_t* strides) {
               delta[c] = total;
               top[c] = l == NEVER ? 0.0f : l;
             }
-            bool started = false;
-            for (int64_t j = low; j < end; ++j) {
-              const Tile t{q0, nq, j * T, std::min(T, n.keys - j * T)};
-              if (!sees(n.mask, b, h, t)) continue;
+            const auto score = [&](const Tile& t) {  // into p, and the soft-cap's slopes into bend
               const auto [keys, key_row] = O::first(k.at(b, g / share, t.k0), k.row, t.nk, n.dim, reinterpret_cast<M*>(k_copy));
-              const auto [values, value_row] = O::first(v.at(b, g / share, t.k0), v.row, t.nk, n.v_dim, reinterpret_cast<M*>(v_copy));
               product(t.nk, nq, n.dim, keys, key_row, qt, T, p, T, false);
               O::scale(p, t.nk * T, n.scale);
-              product(t.nk, nq, n.v_dim, values, value_row, gt, T, ds, T, false);
               if (n.softcap)
                 for (int64_t x = 0; x < t.nk * T; ++x) {
                   const float bent = tangent(p[x] / n.softcap);
@@ -293,9 +291,30 @@ bool backward(const Problem& n, void* const* data, const int64_t* strides) {
                 }
               if (n.mask.data) add_mask(n.mask, b, h, t, p, mask);
               hide(p, t, n);
+            };
+            bool far = false;  // numbers of a mask hide a row whole: its log-sum-exp does not tell the sum
+            for (int64_t c = 0; c < nq; ++c) far |= n.mask.data && n.mask.type != ALLOWED && std::fabs(top[c]) > FAR;
+            std::fill(share_of, share_of + T, 1.0f);
+            if (far) {
+              std::fill(share_of, share_of + T, 0.0f);
+              for (int64_t j = low; j < end; ++j) {
+                const Tile t{q0, nq, j * T, std::min(T, n.keys - j * T)};
+                score(t);
+                for (int64_t y = 0; y < t.nk; ++y)
+                  for (int64_t c = 0; c < nq; ++c) share_of[c] += exponential(p[y * T + c] - top[c]);
+              }
+              for (int64_t c = 0; c < nq; ++c) share_of[c] = std::fabs(top[c]) > FAR ? 1.0f / share_of[c] : 1.0f;
+            }
+            bool started = false;
+            for (int64_t j = low; j < end; ++j) {
+              const Tile t{q0, nq, j * T, std::min(T, n.keys - j * T)};
+              if (!sees(n.mask, b, h, t)) continue;
+              const auto [values, value_row] = O::first(v.at(b, g / share, t.k0), v.row, t.nk, n.v_dim, reinterpret_cast<M*>(v_copy));
+              product(t.nk, nq, n.v_dim, values, value_row, gt, T, ds, T, false);
+              score(t);
               for (int64_t y = 0; y < t.nk; ++y)
                 for (int64_t c = 0; c < nq; ++c) {
-                  const float e = exponential(p[y * T + c] - top[c]);
+                  const float e = exponential(p[y * T + c] - top[c]) * share_of[c];
                   p[y * T + c] = e;
                   ds[y * T + c] = e * (ds[y * T + c] - delta[c]) * n.scale;
                 }

@@ -18,6 +18,7 @@ from mindspeed_fx.planning.verify_device.calls import (
     losses,
     norms,
     optimizers,
+    recurrences,
     rotations,
     sparse,
 )
@@ -34,6 +35,7 @@ FAMILIES: dict[str, Callable[[torch.dtype], Iterator[Call]]] = {
     "statistics": attention.statistics_cases,
     "sparse": sparse.sparse_cases,
     "convolution": convolutions.convolution_cases,
+    "recurrence": recurrences.recurrence_cases,
     "loss": losses.loss_cases,
     "moe": experts.moe_cases,
     "router": experts.router_cases,
