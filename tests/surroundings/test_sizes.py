@@ -49,11 +49,15 @@ def test_kernels_are_the_references(name, dtype):
     assert served > 15
 
 
+GRADIENTS_ELSEWHERE = {"mindspeed.ring_attention_update", "mindspeed.linear_fp8"}
+"""Operators whose gradient is not autograd's of the reference: rounding counts as identity."""
+
+
 @pytest.mark.parametrize("name", SIZES)
 def test_gradients_are_those_of_the_references(name):
     compared = set()
     for operator, args in calls(*SIZES[name], torch.float64):
-        if operator.opaque or "backward" in operator.name or operator.name == "mindspeed.ring_attention_update":
+        if operator.opaque or "backward" in operator.name or operator.name in GRADIENTS_ELSEWHERE:
             continue
         grads = []
         for function in (operator.overload, operator.reference):
