@@ -115,13 +115,16 @@ def weights_of(scores: Tensor, lse: Tensor, mask: Tensor | None) -> Tensor:
     """exp(scores - lse): zero in a row without any allowed key, and NaN where a score is, as softmax has it.
 
     Where a ``mask`` of numbers such as -1e9 hides a row whole, nothing is left in ``lse`` of how many keys there are:
-    the weights are divided by their sum.
+    the weights are divided by their sum, if that is as near to one as ``lse`` tells. (In a step of a ring it is of more
+    keys than are here.)
     """
     weights = (scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp()
     if mask is None or mask.dtype == torch.bool:
         return weights
-    far = ((lse.abs() > FAR) & (lse != float("-inf"))).unsqueeze(-1)
-    return torch.where(far, weights / weights.sum(-1, keepdim=True), weights)
+    total, size = weights.sum(-1, keepdim=True), lse.abs().unsqueeze(-1)
+    is_of_all = total.log().abs() <= 4 * torch.finfo(lse.dtype).eps * size
+    far = (size > FAR) & (lse != float("-inf")).unsqueeze(-1)
+    return torch.where(far & is_of_all, weights / total, weights)
 
 
 def by_row(sinks: Tensor) -> Tensor:

@@ -303,7 +303,11 @@ bool backward(const Problem& n, void* const* data, const int64_t* strides) {
                 for (int64_t y = 0; y < t.nk; ++y)
                   for (int64_t c = 0; c < nq; ++c) share_of[c] += exponential(p[y * T + c] - top[c]);
               }
-              for (int64_t c = 0; c < nq; ++c) share_of[c] = std::fabs(top[c]) > FAR ? 1.0f / share_of[c] : 1.0f;
+              for (int64_t c = 0; c < nq; ++c) {  // in a step of a ring it is of more keys than are here
+                const float size = std::fabs(top[c]);
+                const bool is_of_all = std::fabs(std::log(share_of[c])) <= 4.0f * std::numeric_limits<float>::epsilon() * size;
+                share_of[c] = size > FAR && is_of_all ? 1.0f / share_of[c] : 1.0f;
+              }
             }
             bool started = false;
             for (int64_t j = low; j < end; ++j) {

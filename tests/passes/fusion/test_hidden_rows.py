@@ -65,3 +65,16 @@ def test_every_kernel_of_this_processor(dtype, value):
             bound = 1e-5 if dtype == torch.float32 else 3e-2
             torch.testing.assert_close(have.double(), w, rtol=bound, atol=bound * float(w.abs().max()))
     assert tried >= 1
+
+
+def test_a_log_sum_exp_of_more_keys_is_taken_as_it_is():
+    """As in a step of a ring: the parts' gradients are the parts of the whole one."""
+    q, k, v, mask = (x.detach() for x in inputs(-1e4, torch.float64))
+    grad = torch.randn_like(q)
+    out, lse = ops.attention(q, k, v, mask, False, 0.25)
+    _, *whole = ops.attention_backward(grad, q, k, v, out, lse, mask, False, 0.25)
+    for keys in (slice(0, 30), slice(30, 70)):
+        part = k[:, :, keys], v[:, :, keys], out, lse, mask[..., keys]
+        _, *parts = ops.attention_backward(grad, q, *part, False, 0.25)
+        for have, want in zip(parts, whole, strict=True):
+            torch.testing.assert_close(have, want[:, :, keys], rtol=1e-10, atol=1e-10)
