@@ -55,7 +55,7 @@ class Form:
         if kernel == CPP:
             return dtype == F32 and not masked
         if kernel == FLASH:
-            return not self.softcap and self.dims[1] <= self.dims[0]
+            return not self.softcap and self.mask != "bias" and self.dims[1] <= self.dims[0]
         return kernel != BLOCKS or (self.causal and not masked)
 
 
