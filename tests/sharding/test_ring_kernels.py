@@ -55,7 +55,7 @@ class Form:
         if kernel == CPP:
             return dtype == F32 and not masked
         if kernel == FLASH:
-            return not self.softcap and self.mask != "bias" and self.dims[1] <= self.dims[0]
+            return not self.softcap and self.mask not in ("float", "bias") and self.dims[1] <= self.dims[0]
         return kernel != BLOCKS or (self.causal and not masked)
 
 
@@ -205,7 +205,7 @@ def check(kernel: str, dtype: torch.dtype, plan: str, name: str) -> None:
         (CPP, F32, "sinks softcap"),
         (FLASH, BF16, "narrow values"),
         (FLASH, F64, "causal mask"),
-        (FLASH, F64, "position bias"),
+        ("", F64, "position bias"),
         ("", F64, "window sinks softcap"),
         ("", F32, "documents"),
     ],
