@@ -60,8 +60,8 @@ def refuse(args: Namespace) -> None:
         others.append("--recompute-modules mlp")
     if getattr(args, "mtp_num_layers", None) and getattr(args, "recompute_granularity", None) == "full":
         others.append("--mtp-num-layers with --recompute-granularity full")
-    for flag in others:
-        raise ValueError(f"{flag} beside --fp8-format needs TransformerEngine, which is not installed")
+    if others:
+        raise ValueError(f"{others[0]} beside --fp8-format needs TransformerEngine, which is not installed")
 
 
 def recipe_of(weight: Tensor) -> str | None:

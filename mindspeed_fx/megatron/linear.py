@@ -51,8 +51,8 @@ def eager_linear(*args: Any, **kwargs: Any) -> Tensor:
     of unequal length, and for products of 8 bits."""
     if torch.compiler.is_compiling():
         return linear(*args, **kwargs)
-    is_ours = SIGNATURE.bind(*args, **kwargs).arguments["gradient_accumulation_fusion"]
-    is_ours = is_ours or is_ours_outside_graphs(*args, **kwargs)
+    fuses = SIGNATURE.bind(*args, **kwargs).arguments["gradient_accumulation_fusion"]
+    is_ours = fuses or is_ours_outside_graphs(*args, **kwargs)
     return (linear if is_ours else patches.original(LINEAR))(*args, **kwargs)
 
 
