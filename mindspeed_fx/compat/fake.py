@@ -104,3 +104,11 @@ def copy_module(mode: Any, module: torch.nn.Module) -> torch.nn.Module:
 
     with FakeCopyMode(mode):
         return copy.deepcopy(module)
+
+
+def memory_order(x: torch.Tensor) -> list[int]:
+    """Dimensions of ``x``, outermost in memory first, as elementwise operators lay out a result like it."""
+    from torch._prims_common import compute_elementwise_output_logical_to_physical_perm as order_of
+
+    order = order_of(x, _skip_checks=True)
+    return list(order[0] if isinstance(order, tuple) else order)  # torch 2.11 tells no ambiguity

@@ -38,6 +38,13 @@ DRAWS: dict[str, Callable[[Values], Any]] = {
     "gumbel_softmax hard": lambda v: F.gumbel_softmax(v.logits, 0.7, hard=True),
     "rrelu": lambda v: F.rrelu(v.h, training=True),
     "dropout": lambda v: F.dropout(v.h, 0.3),
+    "dropout before an addition": lambda v: v.h + F.dropout(v.h * 2, 0.3),
+    "dropout of a transposed value": lambda v: F.dropout(v.h.transpose(0, 1) * 2, 0.3).transpose(0, 1),
+    "dropout of the width first": lambda v: F.dropout(v.h.transpose(1, 2), 0.3),
+    "rand_like of a transposed value": lambda v: v.h * torch.rand_like(v.h.detach().transpose(0, 1)).transpose(0, 1),
+    "bernoulli_ in place of a transposed value": lambda v: (
+        v.h * torch.empty_like(v.h.detach().transpose(0, 1)).bernoulli_(0.3).transpose(0, 1)
+    ),
     "dropout of tokens": lambda v: F.dropout(v.h.flatten(0, 1), 0.3),
     "dropout in place": lambda v: F.dropout(v.h * 2, 0.3, inplace=True),
     "rrelu in place": lambda v: F.rrelu(v.h * 2, training=True, inplace=True),
@@ -60,13 +67,13 @@ class Drawing(Small):
         self.modules_of = torch.nn.ModuleList(torch.nn.Identity() for _ in names)
 
 
-def apart(names: list[str], plan: str) -> dict[str, float]:
+def apart(names: list[str], plan: str, **options: str) -> dict[str, float]:
     """Largest relative difference of each case's result from one device's, of the gradients ("gradient", by all of them
     together) and of the next number that is drawn ("generator")."""
     torch.manual_seed(0)
     model = Drawing(names).double()
     torch.manual_seed(1)
-    result = simulate(model, PLANS[plan], plan, *batch())
+    result = simulate(model, PLANS[plan], plan, *batch(), options=options)
     after = torch.rand(1)
     torch.manual_seed(1)
     outputs = model(*batch())
@@ -85,3 +92,18 @@ def apart(names: list[str], plan: str) -> dict[str, float]:
 )
 def test_draws_what_one_device_draws(plan):
     assert not apart(list(DRAWS), plan)
+
+
+@pytest.mark.parametrize("target", ["cpu", "npu"])
+def test_what_is_fused_on_one_device_draws_for_all_ranks(target, monkeypatch):
+    """Where no code is generated a dropout and the addition after it are one operator, as attention with dropout is on
+    npu (which has no float64): not under a plan, where every rank would draw for its part."""
+    monkeypatch.setitem(DRAWS, "attention by hand", lambda v: _attention(v.h.float()).double())
+    monkeypatch.setitem(globals(), "TOLERANCE", 1e-5)
+    names = ["dropout before an addition", "attention by hand"]
+    assert not apart(names, "zero2+tp_sp", codegen="eager", target=target)
+
+
+def _attention(h: torch.Tensor) -> torch.Tensor:
+    x = h.unflatten(-1, (2, 4)).transpose(1, 2)
+    return F.dropout((x @ x.transpose(-1, -2) / 2).softmax(-1), 0.3) @ x

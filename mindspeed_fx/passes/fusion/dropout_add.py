@@ -18,6 +18,7 @@ from mindspeed_fx.passes.base import Context, Outcome, PassReport, Site, calls, 
 from mindspeed_fx.passes.fusion.analysis import algebra, norms
 
 NAME, OPERATOR = "fusion.dropout_add", "mindspeed::dropout_add"
+PARALLELIZED = "the model is parallelized: every rank draws what one device draws, and the operator for its part alone"
 
 
 @register(NAME)
@@ -50,6 +51,8 @@ def _fuse(gm: fx.GraphModule, context: Context, drop: fx.Node) -> Outcome:
     if match.is_call(root, torch.ops.mindspeed.add_rms_norm.default, torch.ops.mindspeed.add_layer_norm.default):
         return skip(OPERATOR, root, "the sum is fused with the norm after it; no target has one kernel for the three")
     if match.operands(root, aten.add.Tensor):
+        if context.sharding:
+            return skip(OPERATOR, root, PARALLELIZED)
         if context.options.codegen == "inductor" and NAME not in context.options.enable:
             reason = (
                 f'generated code draws the numbers and adds in one loop; put "{NAME}" in enable to fuse all the same'

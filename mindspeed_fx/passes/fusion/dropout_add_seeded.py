@@ -29,15 +29,13 @@ def dropout_seeded(gm: fx.GraphModule, context: Context) -> PassReport:
         report.notes.append(f"the target is {context.options.target}, where dropout draws the model's own numbers")
         return report
     nodes = calls(gm, torch.ops.mindspeed.dropout_add.default)
-    rewrite_each(report, OPERATOR, nodes, functools.partial(_rewrite, gm, context))
+    rewrite_each(report, OPERATOR, nodes, functools.partial(_rewrite, gm))
     rewrite.finish(gm)
     return report
 
 
-def _rewrite(gm: fx.GraphModule, context: Context, node: fx.Node) -> Site | str:
+def _rewrite(gm: fx.GraphModule, node: fx.Node) -> Site | str:
     x, bias, residual, p = node.args
-    if context.sharding:
-        return "the model is parallelized, and each rank draws for its part"
     if not p:
         return "nothing is dropped"
     if any(user.target is operator.getitem and user.args[1] == 1 and user.users for user in node.users):

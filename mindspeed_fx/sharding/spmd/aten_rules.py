@@ -17,7 +17,8 @@ from mindspeed_fx.compat import dtensor, symbols
 from mindspeed_fx.compat.placements import REPLICATED
 from mindspeed_fx.graph import op_sets
 from mindspeed_fx.kernels.sharding import along
-from mindspeed_fx.sharding.spmd.parts import Strategy, from_parts, run_in_parts
+from mindspeed_fx.sharding.spmd import draws
+from mindspeed_fx.sharding.spmd.parts import Strategy, run_in_parts
 from mindspeed_fx.sharding.spmd.redistribute import is_divided_twice, summed_at
 
 aten = torch.ops.aten
@@ -76,7 +77,7 @@ def run(target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, DTensor)]
     name = name_of(target)
     if tensors and target._schema.is_mutable and op_sets.is_random(target):
-        return draw_in_place(target, args, kwargs)
+        return draws.draw_in_place(target, name, args, kwargs)
     if not tensors or target._schema.is_mutable:  # DTensor refuses a write that would need another placement
         return target(*args, **kwargs)
     if name in TRUSTED and not (name == "einsum" and _may_be_divided_twice(tensors)):
@@ -143,27 +144,6 @@ def _read_terms(target: torch._ops.OpOverload, args: tuple, kwargs: dict[str, An
 
     x, *rest = args
     return labelled(run(target, (labelled(x, Replicate()), *rest), kwargs), Partial())
-
-
-FILLS = frozenset("bernoulli_ uniform_ normal_ exponential_ random_ geometric_ cauchy_ log_normal_".split())
-"""Operators that overwrite a tensor with random numbers and do not read it."""
-
-
-def draw_in_place(target: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> DTensor:
-    """An operator that writes random numbers to its first argument: every rank draws for the whole tensor, as one
-    device does, and writes its part. DTensor would draw for each part, ranks of one seed the same numbers."""
-    x, *rest = args
-    rest, kwargs = pytree.tree_map_only(DTensor, _local_whole, (rest, kwargs))
-    if name_of(target) in FILLS:
-        whole = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    else:
-        whole = _local_whole(x).clone()
-    numbers = from_parts(target(whole, *rest, **kwargs), x.device_mesh, [Replicate()] * x.device_mesh.ndim)
-    return x.copy_(numbers.redistribute(placements=x.placements))
-
-
-def _local_whole(x: DTensor) -> torch.Tensor:
-    return x.redistribute(placements=[Replicate()] * x.device_mesh.ndim).to_local()
 
 
 def is_sized_by_data(args: tuple, kwargs: dict[str, Any]) -> bool:

@@ -22,7 +22,7 @@ from mindspeed_fx.sharding.spmd.aten_rules import (
     pointwise_strategies,
     run,
 )
-from mindspeed_fx.sharding.spmd.parts import Strategy, from_parts, run_in_parts
+from mindspeed_fx.sharding.spmd.parts import Strategy, from_parts, run_in_parts, sum_partials
 
 aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2
@@ -106,7 +106,7 @@ def _count_targets(labels: DTensor, weight: DTensor | None, ignore_index: int, d
 
 def _top(x: DTensor, dims: list[int]) -> DTensor:
     """The largest of ``x`` along ``dims``, kept, whole along them and finite; without gradient."""
-    x = operators.sum_partials(x.detach())
+    x = sum_partials(x.detach())
     placements = [Partial("max") if dtensor.is_divided(p) and p.dim in dims else p for p in x.placements]
     divided = [p if not p.is_partial() else Replicate() for p in placements]
     top = from_parts(x.to_local().amax(dims, keepdim=True), x.device_mesh, divided)
@@ -119,10 +119,10 @@ def _top(x: DTensor, dims: list[int]) -> DTensor:
 
 def _exponentials(x: DTensor, dims: list[int]) -> tuple[DTensor, DTensor, DTensor]:
     """x less its largest along ``dims``, that, and the sum of exponentials."""
-    x = operators.sum_partials(x)
+    x = sum_partials(x)
     top = _top(x, dims)
     below = x - top
-    return below, top, operators.sum_partials(below.exp().sum(dims, keepdim=True))
+    return below, top, sum_partials(below.exp().sum(dims, keepdim=True))
 
 
 def logsumexp(x: DTensor, dim: Any, keepdim: bool = False) -> DTensor:

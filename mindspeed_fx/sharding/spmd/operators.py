@@ -1,6 +1,4 @@
-"""Operators that keep rows divided where DTensor alone would gather them: linear layers, dropout, attention by
-query.
-"""
+"""Operators that keep rows divided where DTensor alone would gather them: linear layers, attention by query."""
 
 from __future__ import annotations
 
@@ -15,8 +13,8 @@ from mindspeed_fx.kernels.base import accumulation_dtype
 from mindspeed_fx.sharding.plan import ShardingError
 from mindspeed_fx.sharding.spmd import aten_rules, ring
 from mindspeed_fx.sharding.spmd.kept_whole import keep_whole
-from mindspeed_fx.sharding.spmd.parts import run_whole
-from mindspeed_fx.sharding.spmd.redistribute import placed_at, summed_at
+from mindspeed_fx.sharding.spmd.parts import run_whole, sum_partials
+from mindspeed_fx.sharding.spmd.redistribute import placed_at
 
 aten = torch.ops.aten
 
@@ -102,11 +100,6 @@ class _DividedNorm(torch.autograd.Function):
         return (rstd * (scaled - normed * mean)).to(x.dtype), dweight, None, None, None, None, None
 
 
-def sum_partials(x: DTensor) -> DTensor:
-    """``x`` without partial sums; its gradient is whole where ``x`` was partial."""
-    return summed_at(x, [Replicate() if p.is_partial() else p for p in x.placements])
-
-
 def add_rms_norm(x: DTensor, residual: DTensor, weight: DTensor | None, eps: float, cast_first: bool) -> Any:
     """``mindspeed::add_rms_norm``; see :func:`rms_norm`."""
     if not any(p == Shard(x.ndim - 1) for p in x.placements):
@@ -189,17 +182,6 @@ def locally(target: Any) -> Any:
 def whole(x: torch.Tensor, like: DTensor) -> DTensor:
     """A plain tensor that every rank holds alike, as a DTensor on the mesh of ``like``."""
     return DTensor.from_local(x, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
-
-
-def dropout(x: DTensor, p: float, train: bool) -> DTensor:
-    """The mask is drawn for the whole tensor on every rank, as one device draws it, and each rank keeps its part."""
-    if not train or p == 0:
-        return x
-    if p == 1:
-        return x * 0
-    x = sum_partials(x)
-    mask = torch.empty(x.shape, dtype=x.dtype, device=x.device).bernoulli_(1 - p).div_(1 - p)
-    return x * whole(mask, x).redistribute(placements=x.placements)
 
 
 def attention(

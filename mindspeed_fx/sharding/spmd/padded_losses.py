@@ -10,7 +10,7 @@ import torch.fx as fx
 from torch.distributed.tensor import DTensor
 
 from mindspeed_fx.graph.schema import argument
-from mindspeed_fx.sharding.spmd import aten_rules, losses, operators, vocabulary
+from mindspeed_fx.sharding.spmd import aten_rules, losses, vocabulary
 from mindspeed_fx.sharding.spmd.padded import (
     Called,
     Padded,
@@ -24,6 +24,7 @@ from mindspeed_fx.sharding.spmd.padded import (
     wrap,
 )
 from mindspeed_fx.sharding.spmd.padded_axes import Axes, is_padded_axes, plain, stored_size
+from mindspeed_fx.sharding.spmd.parts import sum_partials
 
 aten = torch.ops.aten
 NEUTRAL = {
@@ -57,7 +58,7 @@ def reduction(called: Called, node: fx.Node, target: Any, args: tuple, kwargs: d
     result = called(target, (stored, *args[1:]), kwargs)
     if name == "mean" and padded:
         more = math.prod(stored_size(x.dims[d]) for d in padded) / math.prod(x.shape[d] for d in padded)
-        result = operators.sum_partials(result) * more
+        result = sum_partials(result) * more
     kept = [plain(1) if d in over else axes for d, axes in enumerate(x.dims) if arg.get("keepdim") or d not in over]
     return wrap(result, kept)
 
@@ -85,7 +86,7 @@ def loss_by_element(called: Called, node: fx.Node, target: Any, args: tuple, kwa
     stored = masked(x, 0.0)
     if reduction == losses.SUM:
         return stored.sum()
-    return operators.sum_partials(called(aten.mean.default, (stored,), {})) * (stored.numel() / math.prod(x.shape))
+    return sum_partials(called(aten.mean.default, (stored,), {})) * (stored.numel() / math.prod(x.shape))
 
 
 def loss_by_class(called: Called, node: fx.Node, target: Any, args: tuple, kwargs: dict) -> Any:

@@ -22,7 +22,15 @@ from mindspeed_fx.graph import op_sets
 from mindspeed_fx.graph.annotate import written_nodes
 from mindspeed_fx.graph.op_sets import IDENTITIES, is_cast
 from mindspeed_fx.graph.schema import all_arguments
-from mindspeed_fx.sharding.spmd import aten_rules, kept_whole, operators, packed, padded_attention, token_dispatch
+from mindspeed_fx.sharding.spmd import (
+    aten_rules,
+    draws,
+    kept_whole,
+    operators,
+    packed,
+    padded_attention,
+    token_dispatch,
+)
 from mindspeed_fx.sharding.spmd import padded_losses as sums
 from mindspeed_fx.sharding.spmd import padded_products as products
 from mindspeed_fx.sharding.spmd import padded_views as views
@@ -149,7 +157,7 @@ def _dropout(called: Called, node: fx.Node, target: Any, args: tuple, kwargs: di
         return x
     if p == 1:
         return wrap(x.stored * 0, x.dims)
-    ones = operators.whole(torch.ones(x.shape, dtype=x.dtype, device=x.stored.device), x.stored)
+    ones = operators.whole(draws.empty_whole(x.stored, x.shape).fill_(1), x.stored)
     return wrap(x.stored * broadcast(called(target, (ones, p, True), {}), x.dims), x.dims)
 
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from mindspeed_fx.compat import dtensor
 from mindspeed_fx.compat.placements import REPLICATED
-from mindspeed_fx.sharding.spmd.redistribute import placed_at
+from mindspeed_fx.sharding.spmd.redistribute import placed_at, summed_at
 
 Strategy = tuple[int, list[Any]]
 """Dimension of every result, placement of every tensor argument (a dimension or REPLICATED)."""
@@ -115,3 +115,8 @@ def _is_even(tensors: Sequence[DTensor], chosen: Sequence[Any], mesh: Any) -> bo
         if any(size % n for size, n in zip(x.shape, parts)):
             return False
     return True
+
+
+def sum_partials(x: DTensor) -> DTensor:
+    """``x`` without partial sums; its gradient is whole where ``x`` was partial."""
+    return summed_at(x, [Replicate() if p.is_partial() else p for p in x.placements])

@@ -29,6 +29,7 @@ from mindspeed_fx.sharding.constraint import constrain
 from mindspeed_fx.sharding.plan import Plan, ShardingError, matching
 from mindspeed_fx.sharding.spmd import (
     aten_rules,
+    draws,
     losses,
     operators,
     packed,
@@ -332,7 +333,7 @@ HANDLERS: dict[Any, Callable] = {
     torch.ops.mindspeed.rms_norm.default: operators.rms_norm,
     torch.ops.mindspeed.add_rms_norm.default: operators.add_rms_norm,
     aten.matmul.default: operators.matmul,
-    aten.dropout.default: operators.dropout,
+    aten.dropout.default: draws.dropout,
     aten.mean.default: operators.mean,
     aten.mean.dim: operators.mean,
     aten.topk.default: operators.locally(aten.topk.default),

@@ -48,7 +48,9 @@ def emitter(name: str, context: Context, notes: list[str]) -> Emit:
     npu = context.options.target == "npu"
     packing = functools.partial(_emit_varlen, npu=npu)
     dropping = (
-        _emit_seeded if npu else functools.partial(_emit_dropout, name=name, least=DROPOUT_ROWS if generated else 1)
+        functools.partial(_emit_seeded, parallelized=context.sharding is not None)
+        if npu
+        else functools.partial(_emit_dropout, name=name, least=DROPOUT_ROWS if generated else 1)
     )
     if context.options.target == "cuda":
         return functools.partial(_emit_sdpa, notes=notes)
@@ -214,11 +216,14 @@ def _emit_seeded(
     visible_rows: fx.Node | None,
     causal: bool,
     window: int,
+    parallelized: bool,
 ) -> list[fx.Node]:
     """``mindspeed::attention_seeded`` in the place of ``root``: the kernel draws, numbers of its own. Nothing is
     dropped in rows that are hidden whole.
     """
     what = f"dropout of {scores.p} on the attention weights"
+    if parallelized:
+        raise Miss(f"{what}: the model is parallelized, and the kernel of every rank would draw the same numbers")
     if scores.softcap or scores.sinks is not None:
         raise Miss(f"{what}, with {'a soft-cap' if scores.softcap else 'sinks'}: no kernel on npu has both")
     if m is not None and m.meta["needs_grad"]:
@@ -231,17 +236,9 @@ def _emit_seeded(
         raise Miss(f"{what}: {'; '.join(reasons)}")
     new = rewrite.insert(gm, root, attention_seeded.overload, arguments)
     out = rewrite.insert(gm, root, match.operator.getitem, (new, 0))
-    return _without_drop(
-        gm,
-        root,
-        scores,
-        _put(
-            gm,
-            root,
-            scores,
-            out if visible_rows is None else fully_masked_rows.with_means(gm, root, out, visible_rows, qkv[2]),
-        ),
-    )
+    if visible_rows is not None:
+        out = fully_masked_rows.with_means(gm, root, out, visible_rows, qkv[2])
+    return _without_drop(gm, root, scores, _put(gm, root, scores, out))
 
 
 def _without_drop(gm: fx.GraphModule, root: fx.Node, scores: Scores, region: list[fx.Node]) -> list[fx.Node]:
