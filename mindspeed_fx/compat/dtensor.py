@@ -195,21 +195,6 @@ def as_graph(module: torch.nn.Module, like: torch.fx.GraphModule) -> torch.fx.Gr
     return torch.fx.GraphModule({"program": module}, graph)
 
 
-def run_checkpointed(planned: Callable[[Any], Any], args: tuple, kwargs: dict) -> Any:
-    """A checkpointed region whose body runs as ``planned(body).run(...)``."""
-    from torch._higher_order_ops.wrap import tag_activation_checkpoint
-
-    body, *arg = args
-
-    class Body(torch.nn.Module):
-        def forward(self, *values: Any) -> Any:
-            return planned(body).run(*values)
-
-    wrapped = as_graph(Body(), body)
-    wrapped.meta.update(body.meta)
-    return tag_activation_checkpoint(wrapped, *arg, **kwargs)
-
-
 @contextlib.contextmanager
 def all_ranks(sizes: dict[str, int]) -> Iterator[Any]:
     """A mesh of which this process is every rank: tensors made within hold one part per rank (LocalTensorMode).

@@ -59,7 +59,10 @@ class Context:
     """
     sharding: Any = None
     """What the plan of a parallelized model says of this graph
-    (:class:`mindspeed_fx.sharding.parallelized_graph.ParallelizedGraph`); None of other models."""
+    (:class:`mindspeed_fx.sharding.parallelized_graph.ParallelizedGraph`); None of other models, and of the bodies of
+    checkpointed regions."""
+    parallelized: bool = False
+    """Whether the graph, or that whose body it is, runs in parts by a plan."""
     overlap: OverlapFindings = field(default_factory=OverlapFindings)
 
     def left_to_inductor(self, name: str) -> bool:

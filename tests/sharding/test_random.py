@@ -9,11 +9,18 @@ from typing import Any, Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from mindspeed_fx.planning.simulate import simulate
 from tests.sharding.loss_model import PLANS, Small, Values, _error, batch
 
 TOLERANCE = 1e-10
+
+
+def _drop(h: torch.Tensor) -> torch.Tensor:
+    return h + F.dropout(h.tanh() * 2, 0.3)
+
+
 DRAWS: dict[str, Callable[[Values], Any]] = {
     "rand_like": lambda v: v.h * torch.rand_like(v.h),
     "randn_like": lambda v: v.h + torch.randn_like(v.h.detach()),
@@ -55,6 +62,10 @@ DRAWS: dict[str, Callable[[Values], Any]] = {
     "attention with dropout": lambda v: F.scaled_dot_product_attention(
         *[v.h.unflatten(-1, (2, 4)).transpose(1, 2)] * 3, dropout_p=0.3
     ),
+    "checkpointed": lambda v: checkpoint(_drop, v.h, use_reentrant=False),
+    "checkpointed twice": lambda v: checkpoint(
+        lambda h: _drop(checkpoint(_drop, h, use_reentrant=False)), v.h, use_reentrant=False
+    ),
     "noise of a router": lambda v: (v.logits + torch.randn_like(v.logits) * F.softplus(v.logits)).topk(2, -1).values,
 }
 """Name -> what is drawn from ``v`` (tests/sharding/loss_cases.py)."""
@@ -92,6 +103,12 @@ def apart(names: list[str], plan: str, **options: str) -> dict[str, float]:
 )
 def test_draws_what_one_device_draws(plan):
     assert not apart(list(DRAWS), plan)
+
+
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+def test_checkpointed_regions_draw_again_what_they_drew(codegen):
+    names = ["dropout before an addition", "dropout", "checkpointed", "checkpointed twice", "rand_like"]
+    assert not apart(names, "zero2+tp_sp", codegen=codegen)
 
 
 @pytest.mark.parametrize("target", ["cpu", "npu"])

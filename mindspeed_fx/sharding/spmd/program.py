@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from mindspeed_fx.compat import autocast, dtensor, dynamo, even_shards, packed_shards, strided_shards, symbols, tracing
+from mindspeed_fx.compat.checkpointed import run_checkpointed
 from mindspeed_fx.errors import OptionError
 from mindspeed_fx.graph.annotate import bodies
 from mindspeed_fx.graph.provenance import module_path
@@ -277,7 +278,7 @@ class _Planned(fx.Interpreter):
             inner = _Planned(body, self.plan, self.mesh, self.known, self.data, self.traffic, self.kept)
             return _Region(inner, again, dims)
 
-        results = dtensor.run_checkpointed(planned, tuple(_joined(a) for a in args), kwargs)
+        results = run_checkpointed(planned, tuple(_joined(a) for a in args), kwargs)
         leaves, spec = pytree.tree_flatten(results)
         return pytree.tree_unflatten([pad(x) for pad, x in zip(dims, leaves, strict=True)], spec)
 
