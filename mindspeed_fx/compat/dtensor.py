@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import sys
 from typing import Any, Callable, Iterator, Sequence
 
 import torch
@@ -211,13 +212,14 @@ def all_ranks(sizes: dict[str, int]) -> Iterator[Any]:
 
     if dist.is_initialized():
         raise RuntimeError("all ranks in one process need a process group of their own, and one exists already")
-    ranks = math.prod(sizes.values())
+    ranks, hook = math.prod(sizes.values()), sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         with LocalTensorMode(ranks):
             yield init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook  # a group puts "[rank0]: " before the lines of every later error, and leaves it there
 
 
 @contextlib.contextmanager
