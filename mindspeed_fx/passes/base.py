@@ -61,8 +61,9 @@ class Context:
     """What the plan of a parallelized model says of this graph
     (:class:`mindspeed_fx.sharding.parallelized_graph.ParallelizedGraph`); None of other models, and of the bodies of
     checkpointed regions."""
-    parallelized: bool = False
-    """Whether the graph, or that whose body it is, runs in parts by a plan."""
+    plan: Any = None
+    """The plan (:class:`mindspeed_fx.sharding.plan.Plan`) by which the graph, or that whose body it is, runs in parts;
+    None where it runs whole."""
     overlap: OverlapFindings = field(default_factory=OverlapFindings)
 
     def left_to_inductor(self, name: str) -> bool:

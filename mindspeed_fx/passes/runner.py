@@ -69,7 +69,7 @@ class Pipeline:
             readable: makes the text that dumps keep; None when no text is wanted.
             sharding: what the plan of a parallelized model says of this graph.
         """
-        context = Context(self.options, side, sharding=sharding, parallelized=sharding is not None)
+        context = Context(self.options, side, sharding=sharding, plan=sharding and sharding.plan)
         outputs = _outputs(gm)
         with (
             defer_recompile(gm) if self.options.check == "off" else contextlib.nullcontext()

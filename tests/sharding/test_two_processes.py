@@ -25,6 +25,7 @@ def worker(rank, store, scenarios):
     "scenarios",
     [
         pytest.param("checkpoints meta eagerly explained".split(), id="parallelize", marks=pytest.mark.slow),
+        pytest.param(["draws"], id="draws"),
         pytest.param(["recomputed"], id="recomputed", marks=pytest.mark.slow),
         pytest.param(["plans"], id="plans", marks=pytest.mark.slow),
         pytest.param(["searched"], id="searched", marks=pytest.mark.slow),

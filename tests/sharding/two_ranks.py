@@ -242,6 +242,28 @@ def recomputed():
         print(name, word, "agrees", flush=True)
 
 
+def draws():
+    """Dropout of every layout, alone, before an addition and in regions that are run again, draws in a compiled step
+    what it draws on one device."""
+    from tests.sharding import loss_model, test_random
+
+    names = [n for n in test_random.DRAWS if "dropout" in n or "checkpointed" in n]
+    torch.manual_seed(0)
+    reference = test_random.Drawing(names).double()
+    model, step = compiled(copy.deepcopy(reference), "dp", "zero2")
+    for run in (torch.compile(reference, backend="mindspeed", options={"codegen": "eager"}), step):
+        torch.manual_seed(1)
+        outputs = run(*loss_model.batch())
+        sum(o.sum() for o in outputs).backward()
+        values = [*outputs, torch.rand(1)]
+        if run is not step:
+            expected = values
+    for name, value, right in zip([*names, "sum", "generator"], values, expected, strict=True):
+        assert torch.allclose(value, right, 1e-10, 1e-10), name
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(p.grad.full_tensor(), q.grad, 1e-9, 1e-10), name
+
+
 def checkpoints():
     """Saved under one plan, loaded under another, and by a whole model."""
     reference = whole_model()

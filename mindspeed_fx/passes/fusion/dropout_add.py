@@ -51,7 +51,7 @@ def _fuse(gm: fx.GraphModule, context: Context, drop: fx.Node) -> Outcome:
     if match.is_call(root, torch.ops.mindspeed.add_rms_norm.default, torch.ops.mindspeed.add_layer_norm.default):
         return skip(OPERATOR, root, "the sum is fused with the norm after it; no target has one kernel for the three")
     if match.operands(root, aten.add.Tensor):
-        if context.parallelized:
+        if context.plan:
             return skip(OPERATOR, root, PARALLELIZED)
         if context.options.codegen == "inductor" and NAME not in context.options.enable:
             reason = (

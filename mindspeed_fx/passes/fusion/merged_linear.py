@@ -38,7 +38,7 @@ def merged_linear(gm: fx.GraphModule, context: Context) -> PassReport:
         return report.note_reason(
             "on cpu one product for several was measured no faster: 0.97 to 1.08 of the time apart"
         )
-    if context.parallelized:
+    if context.plan:
         return report.note_reason("the model is parallelized: parts of a joined weight would not be parts of each")
     name, why = (options.hardware, "") if options.hardware else detect(options.target)
     if name is None:

@@ -113,9 +113,7 @@ def _left_to_inductor(gm: fx.GraphModule, context: Context) -> bool:
     """Whether Inductor's code is to be preferred for few choices; never where a plan sends tokens to their experts, and
     knows them by this operator.
     """
-    return context.left_to_inductor(NAME) and not (
-        context.sharding is not None and context.sharding.plan.uses_all_to_all
-    )
+    return context.left_to_inductor(NAME) and not (context.plan and context.plan.uses_all_to_all)
 
 
 # --------------------------------------------------------------------------- permutations

@@ -27,7 +27,9 @@ def dropout(x: DTensor, p: float, train: bool) -> DTensor:
     if p == 1:
         return x * 0
     x = sum_partials(x)
-    return x * _part(empty_whole(x).bernoulli_(1 - p).div_(1 - p), x)
+    # Of ones, and by the same operator: where it is recorded it draws as aten.native_dropout, and bernoulli_ of a
+    # transposed value as aten.bernoulli, which draws in the order of dimensions.
+    return x * _part(torch.dropout(empty_whole(x).fill_(1), p, True), x)
 
 
 def draw_in_place(target: torch._ops.OpOverload, name: str, args: tuple, kwargs: dict[str, Any]) -> DTensor:

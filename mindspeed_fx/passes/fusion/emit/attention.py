@@ -48,7 +48,7 @@ def emitter(name: str, context: Context, notes: list[str]) -> Emit:
     npu = context.options.target == "npu"
     packing = functools.partial(_emit_varlen, npu=npu)
     dropping = (
-        functools.partial(_emit_seeded, parallelized=context.parallelized)
+        functools.partial(_emit_seeded, parallelized=context.plan is not None)
         if npu
         else functools.partial(_emit_dropout, name=name, least=DROPOUT_ROWS if generated else 1)
     )
