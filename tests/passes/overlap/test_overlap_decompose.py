@@ -21,7 +21,7 @@ from mindspeed_fx.passes.overlap.chunking import chunk_rules, chunk_search, wind
 from mindspeed_fx.passes.overlap.chunking.chunk import compute_in_chunks
 from mindspeed_fx.passes.overlap.chunking.chunk_search import disjoint
 from mindspeed_fx.passes.overlap.chunking.chunk_spec import ChunkSpec, shares, through_view
-from mindspeed_fx.passes.overlap.chunking.region import KINDS
+from mindspeed_fx.passes.overlap.chunking.region import KINDS, _grown
 from mindspeed_fx.passes.overlap.decompose import overlap_decompose
 from mindspeed_fx.passes.overlap.split import overlap_split
 from tests.passes.overlap import parallel_layers as layers
@@ -332,3 +332,25 @@ def test_a_call_that_says_nothing_of_its_results_stays_whole():
         node.meta["val"] = torch.empty(8, 4)
     assert chunk_rules.inputs(part.args[0], ChunkSpec(0, 1)) is None
     assert not list(chunk_rules.results(call, x, ChunkSpec(0, 1)))
+
+
+def test_a_value_is_cut_as_all_read_it_that_are_in_the_region():
+    """A square value and its transpose are added: cut along one dimension, the sum needs the other of the transpose."""
+    graph = torch.fx.Graph()
+
+    def call(target, *args):
+        node = graph.call_function(target, args)
+        node.meta["val"] = torch.empty(2, 8, 8)
+        return node
+
+    aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(2, 8, 8)
+    summed = call(c10d.wait_tensor.default, start := call(c10d.all_reduce.default, x, "sum", "group"))
+    doubled = call(aten.mul.Tensor, call(aten.transpose.int, summed, 1, 2), 2)
+    both = call(aten.add.Tensor, summed, doubled)
+    call(c10d.wait_tensor.default, call(c10d.all_reduce.default, both, "sum", "group"))
+    region = _grown(start, ChunkSpec(1), "pipeline")
+    assert both in region.cuts and not [
+        (n, s) for n, needs in region.needs.items() for s, c in needs.items() if region.cuts.get(s, c) != c
+    ]

@@ -102,7 +102,11 @@ def _grown(start: fx.Node, out: ChunkSpec, reach: str) -> Region:
             return False
         if any(c is not None and s in region.cuts and not agree(region.cuts[s], c) for s, c in needs.items()):
             return False
-        region.cuts[node], region.needs[node] = complete_specs(node, out), needs
+        whole_out = complete_specs(node, out)
+        read = [region.needs[u].get(node) for u in node.users if u in region.cuts]
+        if any(c is not None and not agree(whole_out, c) for c in read):
+            return False
+        region.cuts[node], region.needs[node] = whole_out, needs
         todo.append(node)
         return True
 
