@@ -34,6 +34,7 @@ def partition(
             dropped.
     """
     import torch._functorch.partitioners as partitioners
+    from torch._functorch import compile_utils
 
     own = partitioners.choose_saved_values_set
 
@@ -43,8 +44,27 @@ def partition(
         return own(graph, info, **settings) if chosen is None else chosen
 
     budget = {} if memory_budget is None else {"activation_memory_budget": float(memory_budget)}
-    with functorch_config.patch(**budget), mock.patch.object(partitioners, "choose_saved_values_set", decide):
+    with (
+        functorch_config.patch(**budget),
+        mock.patch.object(partitioners, "choose_saved_values_set", decide),
+        mock.patch.object(compile_utils, "rand_ops", _Drawing()),
+    ):
         return partitioners.min_cut_rematerialization_partition(gm, inputs, **kwargs)
+
+
+class _Drawing:
+    """The operators that draw, overloads left out, by their tags: calls of them are never made one. Torch's list (2.11
+    to 2.13) has no randn_like, uniform, exponential or normal_functional, nor operators of other namespaces, and two
+    equal calls of those would have the same numbers.
+    """
+
+    def __contains__(self, packet: Any) -> bool:
+        return isinstance(packet, torch._ops.OpOverloadPacket) and _draws(packet)
+
+
+@functools.cache
+def _draws(packet: torch._ops.OpOverloadPacket) -> bool:
+    return any(torch.Tag.nondeterministic_seeded in getattr(packet, name).tags for name in packet.overloads())
 
 
 def keep_unchecked(node: fx.Node) -> None:
