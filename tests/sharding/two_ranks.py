@@ -247,7 +247,7 @@ def draws():
     what it draws on one device."""
     from tests.sharding import loss_model, test_random
 
-    names = [n for n in test_random.DRAWS if "dropout" in n or "checkpointed" in n]
+    names = ["dropout before an addition", "dropout of a transposed value", "checkpointed"]
     torch.manual_seed(0)
     reference = test_random.Drawing(names).double()
     model, step = compiled(copy.deepcopy(reference), "dp", "zero2")
@@ -261,7 +261,8 @@ def draws():
     for name, value, right in zip([*names, "sum", "generator"], values, expected, strict=True):
         assert torch.allclose(value, right, 1e-10, 1e-10), name
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert torch.allclose(p.grad.full_tensor(), q.grad, 1e-9, 1e-10), name
+        assert (p.grad is None) == (q.grad is None), name
+        assert q.grad is None or torch.allclose(p.grad.full_tensor(), q.grad, 1e-9, 1e-10), name
 
 
 def checkpoints():
