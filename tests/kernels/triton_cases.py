@@ -262,6 +262,23 @@ def gated_delta_rule(
     return Case(f"gated_delta_rule-{name}", "gated_delta_rule", make, backward, rounded=True, roundings=2)
 
 
+def ssd(
+    name: str, batch: int, groups: int, heads: int, seq: int, widths: tuple[int, int], whole: bool, chunk: int
+) -> Case:
+    """``whole``: with a skip and a first state."""
+
+    def make(new):
+        x, dt = new(batch, seq, heads, widths[0]), new(batch, seq, heads).sigmoid()
+        b, c = (new(batch, seq, groups, 2 * widths[1])[..., widths[1] :] for _ in range(2))
+        skip, state = (new(heads), new(batch, heads, *widths)) if whole else (None, None)
+        return x, dt, -new(heads).abs(), b / widths[1] ** 0.5, c, skip, state, chunk
+
+    def backward(args, out, grad):
+        return grad, out[1].flip(0) if whole else None, out[2], *args
+
+    return Case(f"ssd-{name}", "ssd", make, backward, rounded=True, roundings=2)
+
+
 CASES = [
     rms_norm("narrow", 300, 64),
     rms_norm("odd", 37, 100, cast_first=True),
@@ -329,6 +346,8 @@ CASES = [
     dropout_add("blocks", 4, 5003, 0.0, strided=True),
     gated_delta_rule("shared", 1, 1, 2, 70, (12, 20), True, 16),
     gated_delta_rule("plain", 1, 1, 1, 16, (16, 16), False, 4),
+    ssd("shared", 2, 1, 10, 40, (12, 20), True, 8),
+    ssd("plain", 1, 2, 4, 70, (40, 16), False, 64),
 ]
 
 
