@@ -1,6 +1,7 @@
 """Kernels that a layer starts on an NPU, forward and backward: the graphs that torch_npu runs, with passes and without.
 
-    python -m benchmarks.npu_launches [--models llama,qwen3,mixtral,deepseek_v3,qwen3_next,mamba,mamba2,falcon_h1,bamba] [--soc Ascend910B2]
+    python -m benchmarks.npu_launches [--models llama,qwen3,mixtral,deepseek_v3,qwen3_next,mamba,mamba2,falcon_h1,bamba]
+        [--soc Ascend910B2]
 
 Each model of Hugging Face is traced in bfloat16 through the real torch_npu, on fake tensors, with two depths; a layer
 is the difference. Views start nothing. Counted, not run. Needs the tool chain (``mindspeed-fx toolchain install
@@ -65,8 +66,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, int]]] = {
     "falcon_h1": ("FalconH1", dict(**DENSE, **STATE_SPACE, mamba_d_ssm=1024), (2, 4)),
     "bamba": ("Bamba", dict(**DENSE, **STATE_SPACE, attn_layer_indices=[]), (2, 4)),
 }
-"""Name -> class, sizes, and two depths; three of four layers of Qwen3-Next are linear attention, so it has fours. Layers
-of Bamba are state spaces here, those of Falcon-H1 have one beside attention."""
+"""Name -> class, sizes, and two depths; three of four layers of Qwen3-Next are linear attention, so it has fours.
+Layers of Bamba are state spaces here, those of Falcon-H1 have one beside attention."""
 
 
 def build(name: str, layers: int) -> tuple[torch.nn.Module, torch.Tensor]:

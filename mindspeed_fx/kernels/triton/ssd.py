@@ -39,18 +39,18 @@ COLUMNS = 32
 def ssd_states(
     x_ptr, dt_ptr, a_ptr, b_ptr, c_ptr, d_ptr, state_ptr, out_ptr, final_ptr, starts_ptr, count, seq, tiles, spans,
     x0, x1, x2, s0, s1, s2, b0, b1, b2, c0, c1, c2,
-    HEADS: tl.constexpr, SHARED: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SKIP: tl.constexpr,
+    X_HEADS: tl.constexpr, SHARED: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SKIP: tl.constexpr,
     STATE: tl.constexpr, NARROW: tl.constexpr, T: tl.constexpr, SPAN: tl.constexpr, WIDE: tl.constexpr,
     COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """The result [batch, seq, HEADS, P], the states before every SPAN tiles and the last one. Strides are those of
+    """The result [batch, seq, X_HEADS, P], the states before every SPAN tiles and the last one. Strides are those of
     batch, sequence and heads or groups."""
     TYPE: tl.constexpr = x_ptr.dtype.element_ty
     PARTS: tl.constexpr = (P + COLUMNS - 1) // COLUMNS
     rows, width = tl.arange(0, T)[:, None], tl.arange(0, WIDE)[None, :]
     for item in range(tl.program_id(0), count, tl.num_programs(0)):
         line, low = tl.cast(item // PARTS, tl.int64), (item % PARTS) * COLUMNS
-        batch, head = line // HEADS, line % HEADS
+        batch, head = line // X_HEADS, line % X_HEADS
         at, own = low + tl.arange(0, COLUMNS)[None, :], low + tl.arange(0, COLUMNS)[:, None]
         here, inside = own * N + width, (own < P) & (width < N)
         rate = tl.load(a_ptr + head).to(tl.float32)
@@ -59,7 +59,7 @@ def ssd_states(
             state = tl.load(state_ptr + line * P * N + here, mask=inside, other=0.0).to(tl.float32)
         for tile in tl.range(0, tiles, num_stages=STAGES):
             if tile % SPAN == 0:
-                start = starts_ptr + ((batch * spans + tile // SPAN) * HEADS + head) * P * N
+                start = starts_ptr + ((batch * spans + tile // SPAN) * X_HEADS + head) * P * N
                 tl.store(start + here, state, mask=inside)
             first = tile * T
             dt = numbers_of(dt_ptr + batch * s0 + head * s2, s1, first, seq, T)
@@ -72,7 +72,7 @@ def ssd_states(
             out += product(scores, x * dt[:, None], NARROW, TYPE)
             if SKIP:
                 out += x * tl.load(d_ptr + head).to(tl.float32)
-            out_at = out_ptr + ((batch * seq + first) * HEADS + head) * P + rows * (HEADS * P) + at
+            out_at = out_ptr + ((batch * seq + first) * X_HEADS + head) * P + rows * (X_HEADS * P) + at
             tl.store(out_at, out, mask=(rows < seq - first) & (at < P))
             last = last_of(sums, T)
             x *= (dt * tl.exp(last - sums))[:, None]
@@ -94,7 +94,7 @@ class Sizes:
         self.parts = -(-self.p // self.columns)
         self.wide = max(16, power_of_two(self.n))
         self.constants: dict[str, Any] = {
-            "HEADS": self.heads, "SHARED": self.heads // self.groups, "P": self.p, "N": self.n, "T": self.tokens,
+            "X_HEADS": self.heads, "SHARED": self.heads // self.groups, "P": self.p, "N": self.n, "T": self.tokens,
             "WIDE": self.wide, "COLUMNS": self.columns, "NARROW": is_narrow(self.type, x),
         }  # fmt: skip
 
