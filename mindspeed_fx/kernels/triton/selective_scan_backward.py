@@ -1,7 +1,7 @@
 """Gradients of the selective scan in Triton: a program walks back through the tiles of tokens of some channels.
 
-The states inside a tile come from the state kept before its chunk, once more; with those and with their gradients in
-tiles [T, n, COLUMNS] all else is sums over them. Formulas as in mindspeed_fx/kernels/selective_scan.py; what several
+The state before a token comes from the state kept before its chunk, once more: no device reads registers by a number
+that is computed, and tiles [T, n, COLUMNS] of all of them do not fit an NPU. What several
 programs have of one gradient is summed after: no atomics.
 """
 
@@ -31,7 +31,7 @@ def selective_scan_gradients(
     """Gradients of u, dt and z [batch, seq, CHANNELS]; of B and C from each part of channels [batch, PARTS, seq, N];
     of A, D and the bias from each row of the batch, and of the first state [batch, N, CHANNELS]."""
     PARTS: tl.constexpr = (CHANNELS + COLUMNS - 1) // COLUMNS
-    rows, wide, lines = tl.arange(0, T)[:, None], tl.arange(0, WIDE)[:, None], tl.arange(0, T)[:, None, None]
+    rows, wide = tl.arange(0, T)[:, None], tl.arange(0, WIDE)[:, None]
     for item in range(tl.program_id(0), count, tl.num_programs(0)):
         batch, low = tl.cast(item // PARTS, tl.int64), (item % PARTS) * COLUMNS
         at = low + tl.arange(0, COLUMNS)[None, :]
@@ -60,40 +60,47 @@ def selective_scan_gradients(
             c = rows_of(c_ptr + batch * c0, c1, first, seq, 0, N, T, WIDE).to(tl.float32)
             dy = rows_of(grad_ptr + batch * g0, g1, first, seq, low, CHANNELS, T, COLUMNS).to(tl.float32)
             x = step * u
-            states = b[:, :, None] * (x * 0.0)[:, None, :]
-            dstates = states
-            for j in range(0, T):
-                states = tl.where(lines == j, state[None, :, :], states)
-                state = next_state(state, step, x, b, a, j, T)
-            decay = tl.exp(step[:, None, :] * a[None, :, :])
-            after = decay * states + b[:, :, None] * x[:, None, :]
-            skip = u * 0.0
+            half, y, skip = u * 0.0, u * 0.0, u * 0.0
             if SKIP:
                 skip += tl.load(d_ptr + at, mask=at < CHANNELS, other=0.0).to(tl.float32)
-            out_at = (batch * seq + first) * CHANNELS + rows * CHANNELS + at
-            there, is_token = (rows < seq - first) & (at < CHANNELS), rows < seq - first
+            grad = dy
             if GATE:
                 z = rows_of(z_ptr + batch * z0, z1, first, seq, low, CHANNELS, T, COLUMNS).to(tl.float32)
                 half = tl.sigmoid(z)
-                y = tl.sum(after * c[:, :, None], axis=1) + u * skip
-                dz = dy * y * (half * (1.0 + z * (1.0 - half)))
-                tl.store(dz_ptr + out_at, dz.to(dz_ptr.dtype.element_ty), mask=there)
                 dy *= z * half
+            dx, ddt, db, dc = u * 0.0, u * 0.0, b * 0.0, b * 0.0
             for i in range(0, T):
                 j = T - 1 - i
-                dnow += row(c, j, T)[:, None] * row(dy, j, T)[None, :]
-                dstates = tl.where(lines == j, dnow[None, :, :], dstates)
-                dnow *= tl.exp(row(step, j, T)[None, :] * a)
+                now = state
+                for k in range(0, j):
+                    now = next_state(now, step, x, b, a, k, T)
+                decay = tl.exp(row(step, j, T)[None, :] * a)
+                of_b, of_x, of_dy = row(b, j, T)[:, None], row(x, j, T)[None, :], row(dy, j, T)[None, :]
+                after = decay * now + of_b * of_x
+                of_c = row(c, j, T)[:, None]
+                dnow += of_c * of_dy
+                exponents = dnow * now * decay
+                da += exponents * row(step, j, T)[None, :]
+                if GATE:
+                    y = tl.where(rows == j, tl.sum(of_c * after, axis=0)[None, :], y)
+                dc = tl.where(rows == j, tl.sum(after * of_dy, axis=1)[None, :], dc)
+                db = tl.where(rows == j, tl.sum(dnow * of_x, axis=1)[None, :], db)
+                dx = tl.where(rows == j, tl.sum(dnow * of_b, axis=0)[None, :], dx)
+                ddt = tl.where(rows == j, tl.sum(exponents * a, axis=0)[None, :], ddt)
+                dnow *= decay
+            is_token = rows < seq - first
+            there = is_token & (at < CHANNELS)
+            out_at = (batch * seq + first) * CHANNELS + rows * CHANNELS + at
+            if GATE:
+                dz = grad * (y + u * skip) * (half * (1.0 + z * (1.0 - half)))
+                tl.store(dz_ptr + out_at, dz.to(dz_ptr.dtype.element_ty), mask=there)
             of_part = ((batch * PARTS + item % PARTS) * seq + first) * N + rows * N + tl.arange(0, WIDE)[None, :]
             shared = is_token & (tl.arange(0, WIDE)[None, :] < N)
-            tl.store(dc_ptr + of_part, tl.sum(after * dy[:, None, :], axis=2), mask=shared)
-            tl.store(db_ptr + of_part, tl.sum(dstates * x[:, None, :], axis=2), mask=shared)
-            dx = tl.sum(dstates * b[:, :, None], axis=1)
-            exponents = dstates * states * decay
-            da += tl.sum(exponents * step[:, None, :], axis=0)
+            tl.store(dc_ptr + of_part, dc, mask=shared)
+            tl.store(db_ptr + of_part, db, mask=shared)
             du = dx * step + dy * skip
             tl.store(du_ptr + out_at, du.to(du_ptr.dtype.element_ty), mask=there)
-            ddt = tl.sum(exponents * a[None, :, :], axis=1) + dx * u
+            ddt += dx * u
             if SOFTPLUS:
                 ddt *= tl.where(raw > 20.0, 1.0, tl.sigmoid(raw))
             tl.store(ddt_ptr + out_at, ddt.to(ddt_ptr.dtype.element_ty), mask=there)
