@@ -258,6 +258,8 @@ def _refuse(x, dt, A, B, C, D, state, chunk):
         return f"states {B.shape[3]} wide, the kernel takes up to 128"
     if chunk % 4:
         return f"chunks of {chunk} tokens, the kernel takes multiples of four"
+    if any(y.dtype not in triton.DTYPES[1:] for y in (x, B, C)):
+        return "x, B or C is no 16-bit type"
     return triton.refuse_types(x.shape[3], x=x, dt=dt, A=A, B=B, C=C, D=D, state=state)
 
 

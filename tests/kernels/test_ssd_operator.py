@@ -190,7 +190,7 @@ def test_lightning_attention_is_one_of_a_fixed_decay(seq):
     layer(x, None, None)
     q, k, v = layer.act_fn(layer.qkv_proj(x)).view(2, seq, 4, 18).split(6, 3)
     out = ops.ssd(v, torch.ones_like(v[..., 0]), -layer.slope_rate.flatten(), k, q, None, None)[0].flatten(2)
-    torch.testing.assert_close(out, results[0], rtol=1e-6, atol=1e-8)  # slopes are made in float32
+    torch.testing.assert_close(out, results[0], rtol=1e-5, atol=1e-6)  # slopes are made in float32
     grad = torch.randn_like(out)
     have, want = (torch.autograd.grad(y, layer.qkv_proj.weight, grad, retain_graph=True)[0] for y in (out, results[0]))
-    torch.testing.assert_close(have, want, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-6)

@@ -140,11 +140,12 @@ def launches() -> list[tuple[str, object, tuple, int, dict]]:
                 call = (q, q, v, gate, gate, None, 0.1, 1e-6, 64)
                 starts = run["gated_delta_rule"].forward(*call)[2]
                 run["gated_delta_rule_backward"].backward(v, None, starts, *call)
-            label, state = f"80 heads of 64-{short}", new(80, dtype=F32)
-            x, dt, columns = new(1, 4096, 80, 64, dtype=dtype), new(1, 4096, 80, dtype=dtype), (1, 4096, 1, 128)
-            call = (x, dt, state, new(*columns, dtype=dtype), new(*columns, dtype=dtype), state, None, 64)
-            out, _, starts = run["ssd"].forward(*call)
-            run["ssd_backward"].backward(out, None, starts, *call)
+            for width in (128, 64) if dtype == BF16 else ():
+                label, rates = f"80 heads of 64 and {width}", new(80, dtype=F32)
+                x, columns = new(1, 4096, 80, 64, dtype=BF16), new(1, 4096, 1, width, dtype=BF16)
+                call = (x, x[..., 0], rates, columns, columns, rates, None, 64)
+                out, _, starts = run["ssd"].forward(*call)
+                run["ssd_backward"].backward(out, None, starts, *call)
             label, rows = f"5120 channels-{short}", lambda n: new(1, 4096, n, dtype=dtype).transpose(1, 2)  # noqa: B023
             rates, channels = new(5120, 16, dtype=F32), new(5120, dtype=F32)
             call = (rows(5120), rows(5120), rates, rows(16), rows(16), channels, rows(5120), channels, None, True)

@@ -30,6 +30,8 @@ from mindspeed_fx.kernels.triton.ssd import Sizes, tight
 
 TOGETHER = 8
 """Heads whose gradients of B and C one program adds at most."""
+FEW_WARPS = 4
+"""Of the kernel with most tiles at a time, which takes 16 columns at once: with more of either, registers spill."""
 
 
 @triton.jit
@@ -240,9 +242,10 @@ def backward(
     ]
     launch(
         ssd_step_gradients,
-        programs(x, number, WARPS, 16),
+        programs(x, number, FEW_WARPS, 16),
         grad, x, dt, A, B, C, A if D is None else D.contiguous(), states, dstates, dx, ddt, of_tiles[0], of_tiles[-1],
-        number, sizes.seq, sizes.tiles, *strides, num_warps=WARPS, SKIP=D is not None, **sizes.constants,
+        number, sizes.seq, sizes.tiles, *strides, num_warps=FEW_WARPS, SKIP=D is not None,
+        **{**sizes.constants, "COLUMNS": 16},
     )  # fmt: skip
     shared = sizes.heads // sizes.groups
     blocks = -(-shared // TOGETHER)
