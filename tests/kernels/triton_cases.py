@@ -372,7 +372,7 @@ CASES = [
     dropout_add("blocks", 4, 5003, 0.0, strided=True),
     gated_delta_rule("shared", 1, 1, 2, 70, (12, 20), True, 16),
     gated_delta_rule("plain", 1, 1, 1, 16, (16, 16), False, 4),
-    ssd("shared", 2, 1, 10, 40, (12, 20), True, 8),
+    ssd("shared", 1, 1, 18, 40, (12, 20), True, 8),
     ssd("plain", 1, 2, 4, 70, (40, 16), False, 64),
     selective_scan("whole", 2, 35, 5, 43, True),
     selective_scan("plain", 1, 16, 16, 20, False),

@@ -47,6 +47,14 @@ def rows_of(base, stride, first, seq, low, WIDTH: tl.constexpr, T: tl.constexpr,
 
 
 @triton.jit
+def put_rows(base, stride, first, seq, low, x, WIDTH: tl.constexpr, T: tl.constexpr, COLUMNS: tl.constexpr):
+    """Write x [T, COLUMNS] where :func:`rows_of` would read it, in the type that lies there."""
+    rows, cols = tl.arange(0, T)[:, None], low + tl.arange(0, COLUMNS)[None, :]
+    start = base + tl.cast(first, tl.int64) * stride
+    tl.store(start + rows * stride + cols, x.to(base.dtype.element_ty), mask=(rows < seq - first) & (cols < WIDTH))
+
+
+@triton.jit
 def numbers_of(base, stride, first, seq, T: tl.constexpr):
     """One number of each token of a tile [T], in float32; zeros beyond the sequence."""
     rows = tl.arange(0, T)

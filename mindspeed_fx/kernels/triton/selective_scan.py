@@ -16,7 +16,7 @@ from torch import Tensor
 from mindspeed_fx.kernels import selective_scan as definition
 from mindspeed_fx.kernels.selective_scan import CHUNK
 from mindspeed_fx.kernels.triton.launch import launch, power_of_two, programs
-from mindspeed_fx.kernels.triton.recurrence import rows_of
+from mindspeed_fx.kernels.triton.recurrence import put_rows, rows_of
 
 TOKENS = 8
 """Of a tile; divides CHUNK, the tokens between states that are kept."""
@@ -56,6 +56,17 @@ def steps(raw, first, seq, SOFTPLUS: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
+def tile_of(
+    u, u1, dt, s1, bias_ptr, b, b1, first, seq, low, CHANNELS: tl.constexpr, N: tl.constexpr, BIAS: tl.constexpr,
+    SOFTPLUS: tl.constexpr, T: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """(dt plus the bias, the steps, u [T, COLUMNS], B [T, WIDE]) of a tile; pointers are those of the batch's row."""
+    raw = raw_steps(dt, s1, bias_ptr, first, seq, low, CHANNELS, BIAS, T, COLUMNS)
+    inputs = rows_of(u, u1, first, seq, low, CHANNELS, T, COLUMNS).to(tl.float32)
+    return raw, steps(raw, first, seq, SOFTPLUS, T), inputs, rows_of(b, b1, first, seq, 0, N, T, WIDE).to(tl.float32)
+
+
+@triton.jit
 def next_state(state, step, x, b, a, j, T: tl.constexpr):
     """The state [n, COLUMNS] after token j of a tile: steps and their inputs x [T, COLUMNS], b [T, n]."""
     return tl.exp(row(step, j, T)[None, :] * a) * state + row(b, j, T)[:, None] * row(x, j, T)[None, :]
@@ -85,10 +96,10 @@ def selective_scan_states(
             if tile % SPAN == 0:
                 tl.store(starts_ptr + (batch * chunks + tile // SPAN) * N * CHANNELS + here, state, mask=inside)
             first = tile * T
-            raw = raw_steps(dt_ptr + batch * s0, s1, bias_ptr, first, seq, low, CHANNELS, BIAS, T, COLUMNS)
-            step = steps(raw, first, seq, SOFTPLUS, T)
-            u = rows_of(u_ptr + batch * u0, u1, first, seq, low, CHANNELS, T, COLUMNS).to(tl.float32)
-            b = rows_of(b_ptr + batch * b0, b1, first, seq, 0, N, T, WIDE).to(tl.float32)
+            raw, step, u, b = tile_of(
+                u_ptr + batch * u0, u1, dt_ptr + batch * s0, s1, bias_ptr, b_ptr + batch * b0, b1, first, seq, low,
+                CHANNELS, N, BIAS, SOFTPLUS, T, WIDE, COLUMNS,
+            )  # fmt: skip
             c = rows_of(c_ptr + batch * c0, c1, first, seq, 0, N, T, WIDE).to(tl.float32)
             x, y = step * u, u * 0.0
             for j in range(0, T):
@@ -99,8 +110,7 @@ def selective_scan_states(
             if GATE:
                 z = rows_of(z_ptr + batch * z0, z1, first, seq, low, CHANNELS, T, COLUMNS).to(tl.float32)
                 y *= z * tl.sigmoid(z)
-            out_at = out_ptr + (batch * seq + first) * CHANNELS + rows * CHANNELS + at
-            tl.store(out_at, y, mask=(rows < seq - first) & (at < CHANNELS))
+            put_rows(out_ptr + batch * seq * CHANNELS, CHANNELS, first, seq, low, y, CHANNELS, T, COLUMNS)
         tl.store(final_ptr + batch * N * CHANNELS + here, state, mask=inside)
 
 

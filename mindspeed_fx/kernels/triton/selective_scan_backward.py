@@ -15,8 +15,31 @@ from torch import Tensor
 from mindspeed_fx.kernels import selective_scan as definition
 from mindspeed_fx.kernels.recurrence import check_shapes
 from mindspeed_fx.kernels.triton.launch import launch, programs
-from mindspeed_fx.kernels.triton.recurrence import rows_of
-from mindspeed_fx.kernels.triton.selective_scan import WARPS, Sizes, by_row, next_state, raw_steps, row, steps
+from mindspeed_fx.kernels.triton.recurrence import put_rows, rows_of
+from mindspeed_fx.kernels.triton.selective_scan import WARPS, Sizes, by_row, next_state, row, tile_of
+
+
+@triton.jit
+def state_at(state, step, x, b, a, j, T: tl.constexpr):
+    """The state before token j of a tile, from that before the first."""
+    for k in range(0, j):
+        state = next_state(state, step, x, b, a, k, T)
+    return state
+
+
+@triton.jit
+def state_before(
+    state, tile, a, u, u1, dt, s1, bias_ptr, b, b1, seq, low, CHANNELS: tl.constexpr, N: tl.constexpr,
+    BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, T: tl.constexpr, SPAN: tl.constexpr, WIDE: tl.constexpr,
+    COLUMNS: tl.constexpr
+):  # fmt: skip
+    """The state before a tile, from that before the first of its SPAN tiles; pointers are those of the batch's row."""
+    for before in range(tile // SPAN * SPAN, tile):
+        _, step, inputs, columns = tile_of(
+            u, u1, dt, s1, bias_ptr, b, b1, before * T, seq, low, CHANNELS, N, BIAS, SOFTPLUS, T, WIDE, COLUMNS
+        )
+        state = state_at(state, step, inputs * step, columns, a, T, T)
+    return state
 
 
 @triton.jit
@@ -37,6 +60,7 @@ def selective_scan_gradients(
         at = low + tl.arange(0, COLUMNS)[None, :]
         here, inside = wide * CHANNELS + at, (wide < N) & (at < CHANNELS)
         a = tl.load(a_ptr + here, mask=inside, other=0.0).to(tl.float32)
+        u_row, dt_row, b_row = u_ptr + batch * u0, dt_ptr + batch * s0, b_ptr + batch * b0
         dnow, da = a * 0.0, a * 0.0
         if STATE:
             dnow = tl.load(last_ptr + batch * N * CHANNELS + here, mask=inside, other=0.0).to(tl.float32)
@@ -44,26 +68,20 @@ def selective_scan_gradients(
         for turn in range(0, tiles):
             tile = tiles - 1 - turn
             state = tl.load(starts_ptr + (batch * chunks + tile // SPAN) * N * CHANNELS + here, mask=inside, other=0.0)
-            for before in range(tile // SPAN * SPAN, tile):
-                first = before * T
-                raw = raw_steps(dt_ptr + batch * s0, s1, bias_ptr, first, seq, low, CHANNELS, BIAS, T, COLUMNS)
-                step = steps(raw, first, seq, SOFTPLUS, T)
-                x = step * rows_of(u_ptr + batch * u0, u1, first, seq, low, CHANNELS, T, COLUMNS).to(tl.float32)
-                b = rows_of(b_ptr + batch * b0, b1, first, seq, 0, N, T, WIDE).to(tl.float32)
-                for j in range(0, T):
-                    state = next_state(state, step, x, b, a, j, T)
+            state = state_before(
+                state, tile, a, u_row, u1, dt_row, s1, bias_ptr, b_row, b1, seq, low, CHANNELS, N, BIAS, SOFTPLUS, T,
+                SPAN, WIDE, COLUMNS,
+            )  # fmt: skip
             first = tile * T
-            raw = raw_steps(dt_ptr + batch * s0, s1, bias_ptr, first, seq, low, CHANNELS, BIAS, T, COLUMNS)
-            step = steps(raw, first, seq, SOFTPLUS, T)
-            u = rows_of(u_ptr + batch * u0, u1, first, seq, low, CHANNELS, T, COLUMNS).to(tl.float32)
-            b = rows_of(b_ptr + batch * b0, b1, first, seq, 0, N, T, WIDE).to(tl.float32)
+            raw, step, u, b = tile_of(
+                u_row, u1, dt_row, s1, bias_ptr, b_row, b1, first, seq, low, CHANNELS, N, BIAS, SOFTPLUS, T, WIDE,
+                COLUMNS,
+            )  # fmt: skip
             c = rows_of(c_ptr + batch * c0, c1, first, seq, 0, N, T, WIDE).to(tl.float32)
             dy = rows_of(grad_ptr + batch * g0, g1, first, seq, low, CHANNELS, T, COLUMNS).to(tl.float32)
-            x = step * u
-            half, y, skip = u * 0.0, u * 0.0, u * 0.0
+            x, y, skip, grad = step * u, u * 0.0, u * 0.0, dy
             if SKIP:
                 skip += tl.load(d_ptr + at, mask=at < CHANNELS, other=0.0).to(tl.float32)
-            grad = dy
             if GATE:
                 z = rows_of(z_ptr + batch * z0, z1, first, seq, low, CHANNELS, T, COLUMNS).to(tl.float32)
                 half = tl.sigmoid(z)
@@ -71,13 +89,11 @@ def selective_scan_gradients(
             dx, ddt, db, dc = u * 0.0, u * 0.0, b * 0.0, b * 0.0
             for i in range(0, T):
                 j = T - 1 - i
-                now = state
-                for k in range(0, j):
-                    now = next_state(now, step, x, b, a, k, T)
+                now = state_at(state, step, x, b, a, j, T)
                 decay = tl.exp(row(step, j, T)[None, :] * a)
-                of_b, of_x, of_dy = row(b, j, T)[:, None], row(x, j, T)[None, :], row(dy, j, T)[None, :]
+                of_b, of_c = row(b, j, T)[:, None], row(c, j, T)[:, None]
+                of_x, of_dy = row(x, j, T)[None, :], row(dy, j, T)[None, :]
                 after = decay * now + of_b * of_x
-                of_c = row(c, j, T)[:, None]
                 dnow += of_c * of_dy
                 exponents = dnow * now * decay
                 da += exponents * row(step, j, T)[None, :]
@@ -88,24 +104,19 @@ def selective_scan_gradients(
                 dx = tl.where(rows == j, tl.sum(dnow * of_b, axis=0)[None, :], dx)
                 ddt = tl.where(rows == j, tl.sum(exponents * a, axis=0)[None, :], ddt)
                 dnow *= decay
-            is_token = rows < seq - first
-            there = is_token & (at < CHANNELS)
-            out_at = (batch * seq + first) * CHANNELS + rows * CHANNELS + at
+            own, part = batch * seq * CHANNELS, (batch * PARTS + item % PARTS) * seq * N
             if GATE:
                 dz = grad * (y + u * skip) * (half * (1.0 + z * (1.0 - half)))
-                tl.store(dz_ptr + out_at, dz.to(dz_ptr.dtype.element_ty), mask=there)
-            of_part = ((batch * PARTS + item % PARTS) * seq + first) * N + rows * N + tl.arange(0, WIDE)[None, :]
-            shared = is_token & (tl.arange(0, WIDE)[None, :] < N)
-            tl.store(dc_ptr + of_part, dc, mask=shared)
-            tl.store(db_ptr + of_part, db, mask=shared)
-            du = dx * step + dy * skip
-            tl.store(du_ptr + out_at, du.to(du_ptr.dtype.element_ty), mask=there)
+                put_rows(dz_ptr + own, CHANNELS, first, seq, low, dz, CHANNELS, T, COLUMNS)
+            put_rows(dc_ptr + part, N, first, seq, 0, dc, N, T, WIDE)
+            put_rows(db_ptr + part, N, first, seq, 0, db, N, T, WIDE)
+            put_rows(du_ptr + own, CHANNELS, first, seq, low, dx * step + dy * skip, CHANNELS, T, COLUMNS)
             ddt += dx * u
             if SOFTPLUS:
                 ddt *= tl.where(raw > 20.0, 1.0, tl.sigmoid(raw))
-            tl.store(ddt_ptr + out_at, ddt.to(ddt_ptr.dtype.element_ty), mask=there)
+            put_rows(ddt_ptr + own, CHANNELS, first, seq, low, ddt, CHANNELS, T, COLUMNS)
             dskip += tl.sum(dy * u, axis=0)
-            dbias += tl.sum(tl.where(is_token, ddt, 0.0), axis=0)
+            dbias += tl.sum(tl.where(rows < seq - first, ddt, 0.0), axis=0)
         channels = low + tl.arange(0, COLUMNS)
         tl.store(da_ptr + batch * N * CHANNELS + here, da, mask=inside)
         tl.store(dskip_ptr + batch * CHANNELS + channels, dskip, mask=channels < CHANNELS)

@@ -50,23 +50,23 @@ def sinkhorn_turns(
 ):  # fmt: skip
     """The result; with KEEP the sums of each turn [turns, N, count], too."""
     for first in range(tl.program_id(0) * MATRICES, count, tl.num_programs(0) * MATRICES):
-        there = (tl.arange(0, MATRICES)[None, :] < count - first) & (tl.arange(0, N)[:, None] >= 0)
+        inside = (tl.arange(0, MATRICES)[None, :] < count - first) & (tl.arange(0, N)[:, None] >= 0)
         y = matrices_of(x_ptr, first, count, N, MATRICES)
         y = tl.exp(y - tl.max(y, axis=1)[:, None, :])
         y = y / tl.sum(y, axis=1)[:, None, :] + eps
         total = tl.sum(y, axis=0) + eps
         y /= total[None, :, :]
         if KEEP:
-            tl.store(sums_at(sums_ptr, 0, first, count, N, MATRICES), total, mask=there)
+            tl.store(sums_at(sums_ptr, 0, first, count, N, MATRICES), total, mask=inside)
         for turn in range(1, iterations):
             total = tl.sum(y, axis=1) + eps
             y /= total[:, None, :]
             if KEEP:
-                tl.store(sums_at(sums_ptr, 2 * turn - 1, first, count, N, MATRICES), total, mask=there)
+                tl.store(sums_at(sums_ptr, 2 * turn - 1, first, count, N, MATRICES), total, mask=inside)
             total = tl.sum(y, axis=0) + eps
             y /= total[None, :, :]
             if KEEP:
-                tl.store(sums_at(sums_ptr, 2 * turn, first, count, N, MATRICES), total, mask=there)
+                tl.store(sums_at(sums_ptr, 2 * turn, first, count, N, MATRICES), total, mask=inside)
         put_matrices(y_ptr, y, first, count, N, MATRICES)
 
 
@@ -76,18 +76,18 @@ def sinkhorn_back(
 ):  # fmt: skip
     """The gradient of x, from the result and the sums of each turn."""
     for first in range(tl.program_id(0) * MATRICES, count, tl.num_programs(0) * MATRICES):
-        there = (tl.arange(0, MATRICES)[None, :] < count - first) & (tl.arange(0, N)[:, None] >= 0)
+        inside = (tl.arange(0, MATRICES)[None, :] < count - first) & (tl.arange(0, N)[:, None] >= 0)
         grad = matrices_of(grad_ptr, first, count, N, MATRICES)
         y = matrices_of(y_ptr, first, count, N, MATRICES)
         for i in range(1, iterations):
             turn = iterations - i
-            total = tl.load(sums_at(sums_ptr, 2 * turn, first, count, N, MATRICES), mask=there, other=1.0)
+            total = tl.load(sums_at(sums_ptr, 2 * turn, first, count, N, MATRICES), mask=inside, other=1.0)
             grad = (grad - tl.sum(grad * y, axis=0)[None, :, :]) / total[None, :, :]
             y *= total[None, :, :]
-            total = tl.load(sums_at(sums_ptr, 2 * turn - 1, first, count, N, MATRICES), mask=there, other=1.0)
+            total = tl.load(sums_at(sums_ptr, 2 * turn - 1, first, count, N, MATRICES), mask=inside, other=1.0)
             grad = (grad - tl.sum(grad * y, axis=1)[:, None, :]) / total[:, None, :]
             y *= total[:, None, :]
-        total = tl.load(sums_at(sums_ptr, 0, first, count, N, MATRICES), mask=there, other=1.0)
+        total = tl.load(sums_at(sums_ptr, 0, first, count, N, MATRICES), mask=inside, other=1.0)
         grad = (grad - tl.sum(grad * y, axis=0)[None, :, :]) / total[None, :, :]
         y = y * total[None, :, :] - eps
         put_matrices(dx_ptr, (grad - tl.sum(grad * y, axis=1)[:, None, :]) * y, first, count, N, MATRICES)

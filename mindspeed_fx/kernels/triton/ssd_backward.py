@@ -28,7 +28,7 @@ from mindspeed_fx.kernels.triton.recurrence import (
 )
 from mindspeed_fx.kernels.triton.ssd import Sizes, tight
 
-TOGETHER = 8
+TOGETHER = 16
 """Heads whose gradients of B and C one program adds at most."""
 FEW_WARPS = 4
 """Of the kernel with most tiles at a time, which takes 16 columns at once: with more of either, registers spill."""
