@@ -1,6 +1,7 @@
 """Kernels that a layer starts on an NPU, forward and backward: the graphs that torch_npu runs, with passes and without.
 
-    python -m benchmarks.npu_launches [--models llama,qwen3,mixtral,deepseek_v3,qwen3_next] [--soc Ascend910B2]
+    python -m benchmarks.npu_launches [--models llama,qwen3,mixtral,deepseek_v3,qwen3_next,mamba,mamba2,falcon_h1,bamba]
+        [--soc Ascend910B2]
 
 Each model of Hugging Face is traced in bfloat16 through the real torch_npu, on fake tensors, with two depths; a layer
 is the difference. Views start nothing. Counted, not run. Needs the tool chain (``mindspeed-fx toolchain install
@@ -19,6 +20,7 @@ from benchmarks import common
 
 TOKENS = 512
 WIDTHS = dict(hidden_size=512, intermediate_size=1024, num_attention_heads=8, vocab_size=4096)
+STATE_SPACE = dict(mamba_n_heads=16, mamba_d_head=64, mamba_d_state=128, mamba_n_groups=1)
 DENSE = dict(**WIDTHS, num_key_value_heads=4, head_dim=64)
 MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, int]]] = {
     "llama": ("Llama", DENSE, (2, 4)),
@@ -59,8 +61,13 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, int]]] = {
         ),
         (4, 8),
     ),
+    "mamba": ("Mamba", dict(hidden_size=512, vocab_size=4096), (2, 4)),
+    "mamba2": ("Mamba2", dict(hidden_size=512, vocab_size=4096, num_heads=16, n_groups=1), (2, 4)),
+    "falcon_h1": ("FalconH1", dict(**DENSE, **STATE_SPACE, mamba_d_ssm=1024), (2, 4)),
+    "bamba": ("Bamba", dict(**DENSE, **STATE_SPACE, attn_layer_indices=[]), (2, 4)),
 }
-"""Name -> class, sizes, and two depths; three of four layers of Qwen3-Next are linear attention, so it has fours."""
+"""Name -> class, sizes, and two depths; three of four layers of Qwen3-Next are linear attention, so it has fours.
+Layers of Bamba are state spaces here, those of Falcon-H1 have one beside attention."""
 
 
 def build(name: str, layers: int) -> tuple[torch.nn.Module, torch.Tensor]:

@@ -182,7 +182,7 @@ def test_kernels_have_the_names_of_their_operators():
             *("launch", "tiles", "generate", "npu"),  # starting kernels
             "moe_unpermute",  # half of moe_permute
             "layer_norm_parameter_gradients",  # of layer_norm's widest rows
-            "gated_delta_rule_backward",  # the gradients of gated_delta_rule
+            *("gated_delta_rule_backward", "selective_scan_backward", "ssd_backward"),  # gradients of those operators
         },
     }
     operators = {p.stem for p in (ROOT / "kernels").glob("*.py")}

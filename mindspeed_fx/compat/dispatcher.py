@@ -48,6 +48,12 @@ def multiplies_tiles(dtype: torch.dtype) -> bool:
     return ask is not None and ask()
 
 
+@functools.cache
+def multiplies_fp8(device: torch.device) -> bool:
+    """Whether a CUDA device of this machine multiplies 8-bit floats: those from sm_89 on do."""
+    return device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def has_kernel(operator: str, key: str) -> bool:
     """Whether ``operator``, as in "aten::mm", has a kernel of its own for a dispatch key, as in "Meta"."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)

@@ -14,13 +14,19 @@ Sources: torchao's float8 recipes "tensorwise" and "rowwise" (torchao/float8/con
 
 from __future__ import annotations
 
+import math
+from typing import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mindspeed_fx.compat import cpp, dispatcher, symbols
+from mindspeed_fx.compat.fake import hint
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.cost.operators import once
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, as_rows, operator
+from mindspeed_fx.kernels.cpu import narrow_product
 
 RECIPES = ("tensor", "row", "block")
 BLOCK = 128
@@ -76,10 +82,18 @@ def rounded(x: Tensor, axis: int, recipe: str, dtype: torch.dtype, is_weight: bo
     Returns:
         [rows, columns], in float32 (float64 for float64).
     """
+    numbers, scale = quantized(x, axis, recipe, dtype, is_weight)
+    return numbers.to(scale.dtype) / scale
+
+
+def quantized(x: Tensor, axis: int, recipe: str, dtype: torch.dtype, is_weight: bool = False) -> tuple[Tensor, Tensor]:
+    """(numbers of 8 bits, the scales that they were multiplied by), arguments as in :func:`rounded`. Scales have no
+    dimension for whole tensors, size 1 in ``axis`` for rows, and the shape of ``x`` for blocks; float32 (float64 for
+    float64)."""
     wide = x.to(accumulation_dtype(x.dtype))
     top, scale = torch.finfo(dtype).max, _scale(wide, axis, recipe, dtype, is_weight)
     # Through float32, from which the conversion to 8 bits is defined.
-    return (wide * scale).clamp(-top, top).float().to(dtype).to(wide.dtype) / scale
+    return (wide * scale).clamp(-top, top).float().to(dtype), scale
 
 
 def _scale(x: Tensor, axis: int, recipe: str, dtype: torch.dtype, is_weight: bool) -> Tensor:
@@ -185,3 +199,91 @@ def _backward_cost(out, grad, x, weight, recipe, needed):
     flops = 2 * (to_x + to_weight) * x.numel * weight.shape[0]
     read = [grad] + [weight] * to_x + [x] * to_weight
     return once(out, *read, flops=flops, vector=5 * sum(t.numel for t in read), dtype=NUMBERS)
+
+
+# --------------------------------------------------------------------------- products of 8-bit numbers
+
+
+Multiply = Callable[[Tensor, Tensor, Tensor, Tensor, torch.dtype], Tensor]
+"""From numbers of 8 bits [m, t] and [t, n] and their scales to their product over these [m, n], of a type."""
+
+
+def forward_by(multiply: Multiply) -> Callable[..., Tensor]:
+    """:func:`linear_fp8` on products that ``multiply`` takes: its values but for the order of sums in float32."""
+
+    def forward(x: Tensor, weight: Tensor, recipe: str) -> Tensor:
+        a, a_scale = quantized(as_rows(x), 1, recipe, NARROW)
+        b, b_scale = quantized(weight, 1, recipe, NARROW, is_weight=True)
+        return multiply(a, b.t(), a_scale, b_scale.t(), x.dtype).view(*x.shape[:-1], weight.shape[0])
+
+    return forward
+
+
+def backward_by(multiply: Multiply) -> Callable[..., tuple[Tensor, Tensor]]:
+    """:func:`linear_fp8_backward`, likewise."""
+
+    def backward(grad: Tensor, x: Tensor, weight: Tensor, recipe: str, needed: list[bool]) -> tuple[Tensor, Tensor]:
+        dtype = FAR if recipe == "tensor" else NARROW
+        dx, dweight = x.new_empty(0), x.new_empty(0)
+        if needed[0]:
+            a, a_scale = quantized(as_rows(grad), 1, recipe, dtype)
+            b, b_scale = quantized(weight, 0, recipe, NARROW, is_weight=True)
+            dx = multiply(a, b, a_scale, b_scale, x.dtype).view(x.shape)
+        if needed[1]:
+            a, a_scale = quantized(as_rows(grad), 0, recipe, dtype)
+            b, b_scale = quantized(as_rows(x), 0, recipe, NARROW)
+            dweight = multiply(a.t(), b, a_scale.t(), b_scale, weight.dtype)
+        return dx, dweight
+
+    return backward
+
+
+def scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """torch's product of 8-bit numbers, which wants rows of one and columns of the other beside each other."""
+    columns = b.t().contiguous().t()
+    scales = 1.0 / a_scale, 1.0 / b_scale
+    return torch.ops.aten._scaled_mm.default(a.contiguous(), columns, *scales, out_dtype=dtype)
+
+
+def _refuse_scaled_mm(x: Tensor, weight: Tensor, recipe: str, *sizes: object) -> str | None:
+    """Tensor cores multiply 8-bit floats from sm_89 on, where every side is a multiple of 16; torch scales the rows of
+    both operands in bfloat16 alone, and has no product of blocks that this was compared with."""
+    if recipe == "block" or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"scales of {recipe}s of {x.dtype}".replace("torch.", "")
+    if recipe == "row" and x.dtype != torch.bfloat16:
+        return "scales of rows, and a result that is not bfloat16"
+    if not all(symbols.statically_known_true(n % 16 == 0) for n in (*weight.shape, *sizes)):
+        return "sizes that are not known to be multiples of 16"
+    return None if dispatcher.multiplies_fp8(x.device) else "no device from sm_89 on is here"
+
+
+def pairs(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """A product in bfloat16, which holds every number of 8 bits, summed in float32."""
+    sums = torch.ops.mindspeed.narrow_product(a.bfloat16(), b.bfloat16(), None, torch.float32)
+    return (sums / (a_scale * b_scale)).to(dtype)
+
+
+WORK = 1 << 25
+"""Multiplications from which products of pairs pay: 1.6 of the emulated form's time at 2^22, 0.95 at 2^25, 0.83 at 2^27
+and 0.46 at 2^31 (benchmarks/linear_fp8.py)."""
+
+
+def _refuse_pairs(x: Tensor, weight: Tensor, recipe: str) -> str | None:
+    if recipe == "block" or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"scales of {recipe}s of {x.dtype}".replace("torch.", "")
+    if hint(x.numel()) * weight.shape[0] < WORK:
+        return "a small product"
+    return narrow_product.unable_to_sum(torch.bfloat16, x.device.type) or (
+        None if cpp.multiplies_pairs() else "this processor does not multiply pairs of bfloat16"
+    )
+
+
+linear_fp8.lower("cuda")("torch's product of 8-bit numbers", _refuse_scaled_mm)(forward_by(scaled_mm))
+linear_fp8_backward.lower("cuda")(
+    "torch's product of 8-bit numbers",
+    lambda grad, x, weight, recipe, needed: _refuse_scaled_mm(x, weight, recipe, math.prod(x.shape[:-1])),
+)(backward_by(scaled_mm))
+linear_fp8.lower("cpu")("products of pairs of bfloat16", _refuse_pairs)(forward_by(pairs))
+linear_fp8_backward.lower("cpu")(
+    "products of pairs of bfloat16", lambda grad, x, weight, recipe, needed: _refuse_pairs(x, weight, recipe)
+)(backward_by(pairs))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.cost.operators import SPECIAL, once
+from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import accumulation_dtype, operator
 from mindspeed_fx.kernels.recurrence import check_shapes, register_gradient
 
@@ -42,7 +43,7 @@ def _like_bsd(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return x.new_empty((x.shape[0], x.shape[2], x.shape[1]), dtype=dtype or x.dtype).transpose(1, 2)
 
 
-def _fake(u, dt, A, B, C, D, z, bias, state, softplus):
+def fake(u, dt, A, B, C, D, z, bias, state, softplus):
     wide, size = _wide(u, dt, A, B, C, D, z, bias, state), (u.shape[1], A.shape[1])
     number = (u.shape[2] + CHUNK - 1) // CHUNK
     return (
@@ -52,7 +53,7 @@ def _fake(u, dt, A, B, C, D, z, bias, state, softplus):
     )
 
 
-@operator(f"selective_scan({SCHEMA}) -> (Tensor, Tensor, Tensor)", _fake, opaque=True)
+@operator(f"selective_scan({SCHEMA}) -> (Tensor, Tensor, Tensor)", fake, opaque=True)
 def selective_scan(
     u: Tensor,
     dt: Tensor,
@@ -85,8 +86,8 @@ def selective_scan(
     Raises:
         ValueError: shapes that do not fit.
     """
-    _check(u, dt, A, B, C, D, z, bias, state)
-    out, final, starts = _fake(u, dt, A, B, C, D, z, bias, state, softplus)
+    check(u, dt, A, B, C, D, z, bias, state)
+    out, final, starts = fake(u, dt, A, B, C, D, z, bias, state, softplus)
     now = _first_state(final, state)
     for i, tokens in enumerate(_chunks(u.shape[2])):
         starts[:, i] = now
@@ -169,7 +170,7 @@ class _Chunk:
         return dproduct.mul_(self.step), dstep, da, db, dc, dnow
 
 
-def _fake_backward(grad, grad_state, starts, u, dt, A, B, C, D, z, bias, state, softplus):
+def fake_backward(grad, grad_state, starts, u, dt, A, B, C, D, z, bias, state, softplus):
     empty = u.new_empty(0)
     dstate = starts.new_empty((u.shape[0], *A.shape), dtype=starts.dtype if state is None else state.dtype)
     return (
@@ -188,15 +189,15 @@ def _fake_backward(grad, grad_state, starts, u, dt, A, B, C, D, z, bias, state, 
 @operator(
     f"selective_scan_backward(Tensor grad, Tensor? grad_state, Tensor starts, {SCHEMA}) -> (Tensor, Tensor, Tensor, "
     "Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _fake_backward,
+    fake_backward,
     opaque=True,
 )
 def selective_scan_backward(grad, grad_state, starts, u, dt, A, B, C, D, z, bias, state, softplus):
     """Gradients of u, dt, A, B, C, D, z, bias (empty where there is none) and the state at the start, each as its
     argument; those with a sequence stored as [batch, seq, ...]. ``grad`` is that of the result, ``grad_state`` that of
     the last state."""
-    _check(u, dt, A, B, C, D, z, bias, state)
-    results = _fake_backward(grad, grad_state, starts, u, dt, A, B, C, D, z, bias, state, softplus)
+    check(u, dt, A, B, C, D, z, bias, state)
+    results = fake_backward(grad, grad_state, starts, u, dt, A, B, C, D, z, bias, state, softplus)
     du, ddt, dA, dB, dC, dD, dz, dbias, dstate = results
     wide, chunks = starts.dtype, _chunks(u.shape[2])
     total, skip, shift = (starts.new_zeros(shape) for shape in (A.t().shape, A.shape[:1], A.shape[:1]))
@@ -226,7 +227,7 @@ def selective_scan_backward(grad, grad_state, starts, u, dt, A, B, C, D, z, bias
     return results
 
 
-def _check(u, dt, A, B, C, D, z, bias, state):
+def check(u, dt, A, B, C, D, z, bias, state):
     torch._check_value(
         u.dim() == 3 and A.dim() == 2,
         lambda: f"selective_scan: u is {list(u.shape)} and A {list(A.shape)}; valid: three and two dimensions",
@@ -301,3 +302,26 @@ def _backward_cost(out, grad, grad_state, starts, u, dt, A, B, C, D, z, bias, st
     tensors = (grad, grad_state, starts, u, dt, A, B, C, D, z, bias, state)
     vector = elements * (SPECIAL + 16)
     return once(out, *tensors, flops=again + 6 * elements, vector=vector, dtype="float32", again=again)
+
+
+# --------------------------------------------------------------------------- Triton
+
+
+def _refuse(u, dt, A, B, C, D, z, bias, state, softplus):
+    if not all(isinstance(n, int) for n in A.shape):
+        return "channels or the width of the state are symbolic"
+    if not 0 < A.shape[1] <= 32:
+        return f"states {A.shape[1]} wide, the kernel takes up to 32"
+    return triton.refuse_types(A.shape[0], u=u, dt=dt, A=A, B=B, C=C, D=D, z=z, bias=bias, state=state)
+
+
+triton.kernel(selective_scan, fake, "selective_scan.forward", "a walk through the states of some channels", _refuse)
+triton.kernel(
+    selective_scan_backward,
+    fake_backward,
+    "selective_scan_backward.backward",
+    "a walk back, the states of a chunk again",
+    lambda grad, grad_state, starts, *args: _refuse(*args) or triton.refuse_types(1, grad=grad, grad_state=grad_state),
+)
+triton.on_npu(selective_scan)
+triton.on_npu(selective_scan_backward)

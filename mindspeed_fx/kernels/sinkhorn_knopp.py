@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from mindspeed_fx.cost.operators import SPECIAL, once
+from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
 
 
-def _fake(x, iterations, eps):
+def fake(x, iterations, eps):
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-@operator("sinkhorn_knopp(Tensor x, int iterations, float eps) -> Tensor", _fake, opaque=True)
+@operator("sinkhorn_knopp(Tensor x, int iterations, float eps) -> Tensor", fake, opaque=True)
 def sinkhorn_knopp(x: Tensor, iterations: int, eps: float) -> Tensor:
     """Sinkhorn's algorithm.
 
@@ -37,14 +38,14 @@ def sinkhorn_knopp(x: Tensor, iterations: int, eps: float) -> Tensor:
     Raises:
         ValueError: matrices that are not square, or no iteration.
     """
-    _check(x, iterations)
+    check(x, iterations)
     y = _side_by_side(x).softmax(1).add_(eps)
     for turn in range(2 * iterations - 1):
         y /= y.sum(turn % 2, keepdim=True).add_(eps)
     return _back(y, x)
 
 
-def _check(x: Tensor, iterations: int) -> None:
+def check(x: Tensor, iterations: int) -> None:
     if x.dim() < 2 or x.shape[-1] != x.shape[-2]:
         raise ValueError(f"sinkhorn_knopp: x is {list(x.shape)}; square matrices [..., n, n] are expected")
     if iterations < 1:
@@ -63,7 +64,7 @@ def _back(y: Tensor, x: Tensor) -> Tensor:
 
 @operator(
     "sinkhorn_knopp_backward(Tensor grad, Tensor x, int iterations, float eps) -> Tensor",
-    lambda grad, x, iterations, eps: _fake(x, iterations, eps),
+    lambda grad, x, iterations, eps: fake(x, iterations, eps),
     opaque=True,
 )
 def sinkhorn_knopp_backward(grad: Tensor, x: Tensor, iterations: int, eps: float) -> Tensor:
@@ -111,3 +112,25 @@ def _sharding_rule(x, iterations, eps):
 @sinkhorn_knopp_backward.shard
 def _sharding_rule_backward(grad, x, iterations, eps):
     return [([d], [d, d]) for d in range(x.ndim - 2)]
+
+
+# --------------------------------------------------------------------------- Triton
+
+
+def _refuse(x, iterations, eps):
+    n = x.shape[-1]
+    if n not in (2, 4, 8, 16):
+        return f"matrices of {n} rows, the kernel takes 2, 4, 8 or 16"
+    return triton.refuse_types(n, x=x)
+
+
+triton.kernel(sinkhorn_knopp, fake, "sinkhorn_knopp.forward", "all turns on chip", _refuse)
+triton.kernel(
+    sinkhorn_knopp_backward,
+    lambda grad, x, iterations, eps: fake(x, iterations, eps),
+    "sinkhorn_knopp.backward",
+    "all turns on chip, then back",
+    lambda grad, x, iterations, eps: _refuse(x, iterations, eps) or triton.refuse_types(1, grad=grad),
+)
+triton.on_npu(sinkhorn_knopp)
+triton.on_npu(sinkhorn_knopp_backward)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED, Even
 from mindspeed_fx.cost.operators import SPECIAL, once
+from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import accumulation_dtype, operator
 from mindspeed_fx.kernels.recurrence import check_shapes, register_gradient
 from mindspeed_fx.kernels.ssd_chunks import SPAN, Chunk, chunk_slices, head_blocks
@@ -35,7 +36,7 @@ def _wide(*tensors: Tensor | None) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
-def _fake(x, dt, A, B, C, D, state, chunk=CHUNK):
+def fake(x, dt, A, B, C, D, state, chunk=CHUNK):
     wide, size = _wide(x, dt, A, B, C, D, state), (*x.shape[2:], B.shape[3])
     number = (x.shape[1] + SPAN * chunk - 1) // (SPAN * chunk)
     return (
@@ -45,7 +46,7 @@ def _fake(x, dt, A, B, C, D, state, chunk=CHUNK):
     )
 
 
-@operator(f"ssd({SCHEMA}) -> (Tensor, Tensor, Tensor)", _fake, opaque=True)
+@operator(f"ssd({SCHEMA}) -> (Tensor, Tensor, Tensor)", fake, opaque=True)
 def ssd(
     x: Tensor,
     dt: Tensor,
@@ -74,8 +75,8 @@ def ssd(
     Raises:
         ValueError: shapes that do not fit, or a chunk of no tokens.
     """
-    _check(x, dt, A, B, C, D, state, chunk)
-    out, final, starts = _fake(x, dt, A, B, C, D, state, chunk)
+    check(x, dt, A, B, C, D, state, chunk)
+    out, final, starts = fake(x, dt, A, B, C, D, state, chunk)
     for heads in head_blocks(x, B):
         now = _rows_of_state(final.new_zeros(()).expand(final.shape) if state is None else state, heads, final.dtype)
         after = torch.empty_like(now)
@@ -101,7 +102,7 @@ def _rows_of_state(x: Tensor, heads, wide: torch.dtype) -> Tensor:
     )
 
 
-def _fake_backward(grad, grad_state, starts, x, dt, A, B, C, D, state, chunk=CHUNK):
+def fake_backward(grad, grad_state, starts, x, dt, A, B, C, D, state, chunk=CHUNK):
     grads = [torch.empty_like(y, memory_format=torch.contiguous_format) for y in (x, dt, A, B, C)]
     dstate = starts.new_empty((x.shape[0], *starts.shape[2:]), dtype=starts.dtype if state is None else state.dtype)
     return *grads, x.new_empty(0) if D is None else D.new_empty(D.shape), dstate
@@ -110,7 +111,7 @@ def _fake_backward(grad, grad_state, starts, x, dt, A, B, C, D, state, chunk=CHU
 @operator(
     f"ssd_backward(Tensor grad, Tensor? grad_state, Tensor starts, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, "
     "Tensor, Tensor, Tensor)",
-    _fake_backward,
+    fake_backward,
     opaque=True,
 )
 def ssd_backward(grad, grad_state, starts, x, dt, A, B, C, D, state, chunk=CHUNK):
@@ -119,8 +120,8 @@ def ssd_backward(grad, grad_state, starts, x, dt, A, B, C, D, state, chunk=CHUNK
 
     What stands inside a chunk is computed again; the states of a span are, from the one before it, ``starts``.
     """
-    _check(x, dt, A, B, C, D, state, chunk)
-    dx, ddt, dA, dB, dC, dD, dstate = _fake_backward(grad, grad_state, starts, x, dt, A, B, C, D, state, chunk)
+    check(x, dt, A, B, C, D, state, chunk)
+    dx, ddt, dA, dB, dC, dD, dstate = fake_backward(grad, grad_state, starts, x, dt, A, B, C, D, state, chunk)
     wide = starts.dtype
     sum_a, sum_d = A.new_zeros(A.shape, dtype=torch.float64), A.new_zeros(A.shape, dtype=wide)
     sums = [y.new_zeros(y.shape, dtype=wide) for y in (B, C)]
@@ -151,7 +152,7 @@ def ssd_backward(grad, grad_state, starts, x, dt, A, B, C, D, state, chunk=CHUNK
     return dx, ddt, dA, sums[0].to(B.dtype), sums[1].to(C.dtype), dD, dstate
 
 
-def _check(x, dt, A, B, C, D, state, chunk):
+def check(x, dt, A, B, C, D, state, chunk):
     torch._check_value(chunk >= 1, lambda: f"ssd: chunk={chunk}; valid: a number of tokens from 1 on")
     torch._check_value(
         x.dim() == B.dim() == 4, lambda: f"ssd: x is {list(x.shape)} and B {list(B.shape)}; valid: four dimensions each"
@@ -244,3 +245,39 @@ def _backward_cost(out, grad, grad_state, starts, x, dt, A, B, C, D, state, chun
     new = 2 * pairs + 2 * inside + 5 * states
     tensors = (grad, grad_state, starts, x, dt, A, B, C, D, state)
     return once(out, *tensors, flops=again + new, vector=3 * vector, dtype="float32", again=again)
+
+
+# --------------------------------------------------------------------------- Triton
+
+
+def _refuse(x, dt, A, B, C, D, state, chunk):
+    sizes = (*x.shape[2:], *B.shape[2:])
+    if not all(isinstance(n, int) for n in sizes):
+        return "heads, groups or their widths are symbolic"
+    if B.shape[3] > 128:
+        return f"states {B.shape[3]} wide, the kernel takes up to 128"
+    if chunk % 4:
+        return f"chunks of {chunk} tokens, the kernel takes multiples of four"
+    if any(y.dtype not in triton.DTYPES[1:] for y in (x, B, C)):
+        return "x, B or C is no 16-bit type"
+    return triton.refuse_types(x.shape[3], x=x, dt=dt, A=A, B=B, C=C, D=D, state=state)
+
+
+triton.kernel(
+    ssd,
+    fake,
+    "ssd.forward",
+    "a walk through the states of each head",
+    lambda x, dt, A, B, C, D, state, chunk=CHUNK: _refuse(x, dt, A, B, C, D, state, chunk),
+)
+triton.kernel(
+    ssd_backward,
+    fake_backward,
+    "ssd_backward.backward",
+    "states again, a walk back, then all tiles at once",
+    lambda grad, grad_state, starts, x, dt, A, B, C, D, state, chunk=CHUNK: (
+        _refuse(x, dt, A, B, C, D, state, chunk) or triton.refuse_types(1, grad=grad, grad_state=grad_state)
+    ),
+)
+triton.on_npu(ssd)
+triton.on_npu(ssd_backward)

@@ -7,6 +7,8 @@ import itertools
 import pytest
 import torch
 
+from mindspeed_fx.kernels import REGISTRY
+from mindspeed_fx.kernels import linear_fp8 as fp8
 from mindspeed_fx.kernels.linear_fp8 import RECIPES
 
 ops = torch.ops.mindspeed
@@ -125,3 +127,48 @@ def test_torchaos_layer_gives_the_same(recipe, name):
     theirs(other).square().sum().backward()
     torch.testing.assert_close(x.grad, other.grad, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(weight.grad, theirs[0].weight.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", ["tensor", "row"])
+@pytest.mark.parametrize("multiply", [fp8.scaled_mm, fp8.pairs])
+def test_products_of_8_bit_numbers_are_the_emulated(multiply, recipe, dtype):
+    """Sums in another order, and in the type of the arguments one rounding more."""
+    x, weight = (3 * torch.randn(2, 40, 96)).to(dtype), torch.randn(64, 96).to(dtype)
+    grad = torch.randn(2, 40, 64).to(dtype)
+    x[0, 3] *= 1000
+    have = [fp8.forward_by(multiply)(x, weight, recipe)]
+    have += fp8.backward_by(multiply)(grad, x, weight, recipe, [True, True])
+    want = [ops.linear_fp8(x, weight, recipe), *ops.linear_fp8_backward(grad, x, weight, recipe, [True, True])]
+    bound = 2e-6 if dtype == torch.float32 else 8e-3
+    for a, b in zip(have, want):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        assert (a.double() - b.double()).abs().max() < bound * b.double().abs().max()
+
+
+def test_which_products_serve(monkeypatch):
+    x, weight = (torch.empty(32, 64, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    choose = REGISTRY[ops.linear_fp8.default].choose
+    assert "no device from sm_89" in choose("cuda", (x, weight, "row"), {})[1][0]
+    monkeypatch.setattr(fp8.dispatcher, "multiplies_fp8", lambda device: True)
+    assert choose("cuda", (x, weight, "row"), {})[0] is not None
+    assert "multiples of 16" in choose("cuda", (x[:, :40], weight[:, :40], "tensor"), {})[1][0]
+    assert "not bfloat16" in choose("cuda", (x.float(), weight.float(), "row"), {})[1][0]
+    assert "scales of blocks" in choose("cuda", (x, weight, "block"), {})[1][0]
+    back = REGISTRY[ops.linear_fp8_backward.default].choose
+    assert "multiples of 16" in back("cuda", (x[:9, :32], x[:9], weight[:32], "row", [True, True]), {})[1][0]
+    assert "a small product" in choose("cpu", (x, weight, "row"), {})[1][0]
+
+
+@pytest.mark.parametrize("recipe", ["tensor", "row"])
+def test_a_compiled_layer_on_products_of_pairs(recipe, monkeypatch):
+    monkeypatch.setattr(fp8, "WORK", 1)
+    if fp8._refuse_pairs(torch.empty(8, 8), torch.empty(8, 8), recipe):
+        pytest.skip("this processor does not multiply pairs of bfloat16")
+    x, weight = torch.randn(2, 40, 96, requires_grad=True), torch.randn(64, 96, requires_grad=True)
+    step = torch.compile(lambda x, w: ops.linear_fp8(x, w, recipe), backend="mindspeed", options={"codegen": "eager"})
+    grad = torch.randn(2, 40, 64)
+    have = torch.autograd.grad(step(x, weight), (x, weight), grad)
+    want = torch.autograd.grad(ops.linear_fp8(x, weight, recipe), (x, weight), grad)
+    for a, b in zip(have, want):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * b.abs().max().item())

@@ -106,6 +106,7 @@ def test_any_storage_and_nothing_to_multiply():
     torch.testing.assert_close(ops.narrow_product(a, b), (a.float() @ b.float()).bfloat16())
     assert torch.equal(ops.narrow_product(a[:, :0], b[:0]), torch.zeros(20, 33).bfloat16())
     assert ops.narrow_product(a[:0], b).shape == (0, 33)
+    torch.testing.assert_close(ops.narrow_product(a, b, None, torch.float32), a.float() @ b.float())
 
 
 @served

@@ -175,3 +175,22 @@ def test_cost_is_what_is_computed(seq):
         with FlopCounterMode(display=False) as told:
             f.overload(*given, 4)
         assert told.get_total_flops() == inside.get_total_flops() > 0
+
+
+@pytest.mark.parametrize("seq", [8, 19])
+def test_lightning_attention_is_one_of_a_fixed_decay(seq):
+    """MiniMax's layer, up to its norm: values are x, keys B, queries C, every step 1 and A the head's slope."""
+    from transformers.models.minimax.modeling_minimax import MiniMaxConfig, MiniMaxLightningAttention
+
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=24, num_attention_heads=4, head_dim=6, num_hidden_layers=3, block_size=8)
+    layer, results = MiniMaxLightningAttention(MiniMaxConfig(**sizes), 1).double(), []
+    layer.norm.register_forward_pre_hook(lambda _, inputs: results.append(inputs[0]))
+    x = torch.randn(2, seq, 24, dtype=torch.float64)
+    layer(x, None, None)
+    q, k, v = layer.act_fn(layer.qkv_proj(x)).view(2, seq, 4, 18).split(6, 3)
+    out = ops.ssd(v, torch.ones_like(v[..., 0]), -layer.slope_rate.flatten(), k, q, None, None)[0].flatten(2)
+    torch.testing.assert_close(out, results[0], rtol=1e-5, atol=1e-6)  # slopes are made in float32
+    grad = torch.randn_like(out)
+    have, want = (torch.autograd.grad(y, layer.qkv_proj.weight, grad, retain_graph=True)[0] for y in (out, results[0]))
+    torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-6)

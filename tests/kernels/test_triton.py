@@ -48,9 +48,9 @@ JITTED = jitted_functions()
 KERNELS = set(JITTED) - set().union(*JITTED.values())
 """What is launched: no other kernel calls it."""
 
-SPILLED = {"delta_rule_key_gradients": 64}
+SPILLED = {"delta_rule_key_gradients": 72, "selective_scan_gradients": 16}
 """Bytes per thread where it is more than 8 (ptxas holds one backward to 80 registers, for occupancy, and leaves two
-values on the stack): of that kernel after its loop."""
+values on the stack): of the first after its loop."""
 
 
 SHARED = 99 * 1024
@@ -172,6 +172,10 @@ def meta(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+SPACES = meta(1, 8, 4), meta(4, dtype=torch.float32)
+"""Steps and rates of a state space dual."""
+
+
 @pytest.mark.parametrize(
     "name, args, reason",
     [
@@ -193,6 +197,15 @@ def meta(*shape, dtype=torch.bfloat16):
         ("rope", (meta(6, 2048), meta(6, 2048), meta(6, 2048), False), "heads of 2048"),
         ("rope_backward", (meta(6, 8), meta(6, 8), meta(6, 8), meta(6, 8), False, True), "angles have gradients"),
         ("cross_entropy", (meta(4, 2**18), meta(4, dtype=torch.int64), -100, 0.1), None),
+        ("sinkhorn_knopp", (meta(5, 4, 4), 2, 1e-6), None),
+        ("sinkhorn_knopp", (meta(5, 3, 3), 2, 1e-6), "matrices of 3 rows"),
+        ("ssd", (meta(1, 8, 4, 16), *SPACES, meta(1, 8, 2, 128), meta(1, 8, 2, 128), None, None), None),
+        ("ssd", (meta(1, 8, 4, 16), *SPACES, meta(1, 8, 2, 256), meta(1, 8, 2, 256), None, None), "states 256 wide"),
+        (
+            "ssd",
+            (meta(1, 8, 4, 16, dtype=torch.float32), *SPACES, meta(1, 8, 2, 16), meta(1, 8, 2, 16), None, None),
+            "no 16-bit type",
+        ),
         ("cross_entropy", (meta(4, 2**18 + 1), meta(4, dtype=torch.int64), -100, 0.1), "262145 elements"),
     ],
 )

@@ -262,6 +262,49 @@ def gated_delta_rule(
     return Case(f"gated_delta_rule-{name}", "gated_delta_rule", make, backward, rounded=True, roundings=2)
 
 
+def ssd(
+    name: str, batch: int, groups: int, heads: int, seq: int, widths: tuple[int, int], whole: bool, chunk: int
+) -> Case:
+    """``whole``: with a skip and a first state."""
+
+    def make(new):
+        x, dt = new(batch, seq, heads, widths[0]), new(batch, seq, heads).sigmoid()
+        b, c = (new(batch, seq, groups, 2 * widths[1])[..., widths[1] :] for _ in range(2))
+        skip, state = (new(heads), new(batch, heads, *widths)) if whole else (None, None)
+        return x, dt, -new(heads).abs(), b / widths[1] ** 0.5, c, skip, state, chunk
+
+    def backward(args, out, grad):
+        return grad, out[1].flip(0) if whole else None, out[2], *args
+
+    return Case(f"ssd-{name}", "ssd", make, backward, rounded=True, roundings=2)
+
+
+def selective_scan(name: str, batch: int, channels: int, n: int, seq: int, whole: bool) -> Case:
+    """``whole``: with a skip, a gate, a bias, a softplus and a first state; memory's last dimension are the channels
+    there, else the sequence."""
+
+    def make(new):
+        def rows(width):
+            return new(batch, seq, 2 * width)[..., width:].transpose(1, 2) if whole else new(batch, width, seq)
+
+        u, dt, b, c = rows(channels), rows(channels), rows(n), rows(n)
+        rest = new(channels), rows(channels), new(channels), new(batch, channels, n)
+        rest = rest if whole else (None,) * 4
+        return u, dt if whole else dt.sigmoid(), -new(channels, n).abs(), b, c, *rest, whole
+
+    def backward(args, out, grad):
+        return grad, out[1].flip(0) if whole else None, out[2], *args
+
+    return Case(f"selective_scan-{name}", "selective_scan", make, backward, rounded=True, roundings=2)
+
+
+def sinkhorn_knopp(name: str, shape: tuple, iterations: int) -> Case:
+    def make(new):
+        return new(*shape), iterations, 1e-6
+
+    return Case(f"sinkhorn_knopp-{name}", "sinkhorn_knopp", make, lambda args, out, grad: (grad, *args), rounded=True)
+
+
 CASES = [
     rms_norm("narrow", 300, 64),
     rms_norm("odd", 37, 100, cast_first=True),
@@ -329,6 +372,12 @@ CASES = [
     dropout_add("blocks", 4, 5003, 0.0, strided=True),
     gated_delta_rule("shared", 1, 1, 2, 70, (12, 20), True, 16),
     gated_delta_rule("plain", 1, 1, 1, 16, (16, 16), False, 4),
+    ssd("shared", 1, 1, 18, 40, (12, 20), True, 8),
+    ssd("plain", 1, 2, 4, 70, (40, 16), False, 64),
+    selective_scan("whole", 2, 35, 5, 43, True),
+    selective_scan("plain", 1, 16, 16, 20, False),
+    sinkhorn_knopp("streams", (3, 50, 4, 4), 5),
+    sinkhorn_knopp("once", (7, 8, 8), 1),
 ]
 
 

@@ -140,6 +140,20 @@ def launches() -> list[tuple[str, object, tuple, int, dict]]:
                 call = (q, q, v, gate, gate, None, 0.1, 1e-6, 64)
                 starts = run["gated_delta_rule"].forward(*call)[2]
                 run["gated_delta_rule_backward"].backward(v, None, starts, *call)
+            for width in (128, 64) if dtype == BF16 else ():
+                label, rates = f"80 heads of 64 and {width}", new(80, dtype=F32)
+                x, columns = new(1, 4096, 80, 64, dtype=BF16), new(1, 4096, 1, width, dtype=BF16)
+                call = (x, x[..., 0], rates, columns, columns, rates, None, 64)
+                out, _, starts = run["ssd"].forward(*call)
+                run["ssd_backward"].backward(out, None, starts, *call)
+            label, rows = f"5120 channels-{short}", lambda n: new(1, 4096, n, dtype=dtype).transpose(1, 2)  # noqa: B023
+            rates, channels = new(5120, 16, dtype=F32), new(5120, dtype=F32)
+            call = (rows(5120), rows(5120), rates, rows(16), rows(16), channels, rows(5120), channels, None, True)
+            out, _, starts = run["selective_scan"].forward(*call)
+            run["selective_scan_backward"].backward(out, None, starts, *call)
+            label, streams = f"4 streams-{short}", new(8192, 4, 4, dtype=dtype)
+            run["sinkhorn_knopp"].forward(streams, 20, 1e-6)
+            run["sinkhorn_knopp"].backward(streams, streams, 20, 1e-6)
             if dtype == F32:
                 label, top = "32 heads", new(1, 32, 4096, 8, dtype=F32)
                 run["attention_lse"].forward(top, top)

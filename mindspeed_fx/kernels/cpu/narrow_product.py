@@ -147,27 +147,28 @@ def _in_torch(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, scale: flo
 # --------------------------------------------------------------------------- the operator that graphs call
 
 
-def _fake(a, b, bias=None):
-    return a.new_empty((*a.shape[:-1], b.shape[-1]))
+def _fake(a, b, bias=None, dtype=None):
+    return a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=dtype)
 
 
-@operator("narrow_product(Tensor a, Tensor b, Tensor? bias=None) -> Tensor", _fake, opaque=True)
-def narrow_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+@operator("narrow_product(Tensor a, Tensor b, Tensor? bias=None, ScalarType? dtype=None) -> Tensor", _fake, opaque=True)
+def narrow_product(a: Tensor, b: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """``a @ b + bias``, summed in float32 and rounded once.
 
     Args:
         a: [m, k] or [batch, m, k], bfloat16 or float16 on cpu, in any layout.
         b: [k, n] or [batch, k, n], of the same type.
         bias: [n], or None.
+        dtype: of the result; None: that of ``a``.
 
     Returns:
-        [m, n] or [batch, m, n], contiguous, of the type of ``a``.
+        [m, n] or [batch, m, n], contiguous.
     """
-    return multiply(a, b, bias=bias)
+    return multiply(a, b, a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=dtype), bias)
 
 
 @narrow_product.shard
-def _sharding_rule(a, b, bias=None):
+def _sharding_rule(a, b, bias=None, dtype=None):
     first = a.ndim - 2
     rows = ([first], [first, REPLICATED, REPLICATED])
     columns = ([first + 1], [REPLICATED, first + 1, 0])
@@ -176,5 +177,5 @@ def _sharding_rule(a, b, bias=None):
 
 
 @narrow_product.costs
-def _cost(out, a, b, bias=None):
+def _cost(out, a, b, bias=None, dtype=None):
     return product(out, a.shape[-1], a, b, bias, vector=out.numel if bias is not None else 0)

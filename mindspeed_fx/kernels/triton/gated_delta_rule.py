@@ -9,7 +9,6 @@ the arguments, in which products are taken; sums and states are float32.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -20,35 +19,23 @@ from torch import Tensor
 from mindspeed_fx.kernels import gated_delta_rule as definition
 from mindspeed_fx.kernels.gated_delta_rule_chunks import SPAN
 from mindspeed_fx.kernels.triton.launch import launch, power_of_two, programs
+from mindspeed_fx.kernels.triton.recurrence import (
+    EXACT,
+    STAGES,
+    WARPS,
+    decays,
+    is_narrow,
+    last_of,
+    numbers_of,
+    product,
+    rows_of,
+    sums_before,
+)
 
 TOKENS = 32
 """Most tokens of a tile."""
 COLUMNS = 32
 """Columns of a state that a program walks with, and of values that one reads at a time."""
-WARPS = 8
-STAGES = tl.constexpr(1)
-"""Tiles on their way at a time: with two, programs take more shared memory than some devices have."""
-ASCEND = tl.constexpr("ascend" in triton.backends.backends)
-EXACT = tl.constexpr("ieee" if ASCEND.value else "tf32x3")
-"""Products of float32: three of tensor cores' for one on cuda, which hardly differ."""
-
-
-@triton.jit
-def product(a, b, NARROW: tl.constexpr, TYPE: tl.constexpr):
-    """a @ b in float32: of operands in TYPE with NARROW, else of float32 in full precision."""
-    if NARROW:
-        out = tl.dot(a.to(TYPE), b.to(TYPE))
-    else:
-        out = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=EXACT)
-    return out
-
-
-@triton.jit
-def rows_of(base, stride, first, seq, low, WIDTH: tl.constexpr, T: tl.constexpr, COLUMNS: tl.constexpr):
-    """A tile of tokens [T, COLUMNS], zeros beyond the sequence and the width; ``base`` is the first token's."""
-    rows, cols = tl.arange(0, T)[:, None], low + tl.arange(0, COLUMNS)[None, :]
-    start = base + tl.cast(first, tl.int64) * stride
-    return tl.load(start + rows * stride + cols, mask=(rows < seq - first) & (cols < WIDTH), other=0.0)
 
 
 @triton.jit
@@ -63,22 +50,12 @@ def inverse_root(x, eps, NORM: tl.constexpr):
 
 
 @triton.jit
-def decays(c, T: tl.constexpr):
-    """e^(c_i - c_j) for i >= j, else 0, of sums c [T]."""
-    rows, cols = tl.arange(0, T)[:, None], tl.arange(0, T)[None, :]
-    return tl.exp(tl.where(rows >= cols, c[:, None] - c[None, :], float("-inf")))
-
-
-@triton.jit
-def sums(x, ones, T: tl.constexpr):
-    """ones [T, T] @ x [T]. For an NPU a product of tiles: as a sum of masked rows it has eight times the buffers there,
-    and as a product it spills registers elsewhere."""
-    if ASCEND:
-        columns = tl.arange(0, 16)[None, :]
-        out = tl.sum(tl.dot(ones, tl.where(columns == 0, x[:, None], 0.0), input_precision=EXACT), axis=1)
-    else:
-        out = tl.sum(ones * x[None, :], axis=1)
-    return out
+def unit_rows(
+    base, stride, first, seq, eps, NORM: tl.constexpr, D: tl.constexpr, T: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """Queries or keys of a tile [T, WIDE] in float32, normalized with NORM."""
+    x = rows_of(base, stride, first, seq, 0, D, T, WIDE).to(tl.float32)
+    return x * inverse_root(x, eps, NORM)
 
 
 @triton.jit
@@ -110,27 +87,24 @@ def delta_rule_chunks(
     for item in range(tl.program_id(0), count, tl.num_programs(0)):
         first, head = (item % tiles) * T, (item // tiles) % VALUE_HEADS
         batch, head = tl.cast(item // tiles // VALUE_HEADS, tl.int64), tl.cast(head, tl.int64)
-        tokens = first + tl.arange(0, T)
-        k = rows_of(k_ptr + batch * k0 + head // SHARED * k1, k2, first, seq, 0, D, T, WIDE).to(tl.float32)
-        k *= inverse_root(k, eps, NORM)
-        beta = tl.load(beta_ptr + batch * b0 + head * b1 + tokens * b2, mask=tokens < seq, other=0.0).to(tl.float32)
+        k = unit_rows(k_ptr + batch * k0 + head // SHARED * k1, k2, first, seq, eps, NORM, D, T, WIDE)
+        beta = numbers_of(beta_ptr + batch * b0 + head * b1, b2, first, seq, T)
         if GATED:
-            g = tl.load(g_ptr + batch * g0 + head * g1 + tokens * g2, mask=tokens < seq, other=0.0).to(tl.float32)
-            c = sums(g, tl.where(rows >= cols, 1.0, 0.0), T)
+            g = numbers_of(g_ptr + batch * g0 + head * g1, g2, first, seq, T)
+            c = sums_before(g, T)
         else:
             c = beta * 0.0
         decay = decays(c, T)
         start = tl.cast(item, tl.int64) * T
         tl.store(c_ptr + start + tl.arange(0, T), c)
-        q = rows_of(q_ptr + batch * q0 + head // SHARED * q1, q2, first, seq, 0, D, T, WIDE).to(tl.float32)
-        q *= inverse_root(q, eps, NORM) * scale
+        q = unit_rows(q_ptr + batch * q0 + head // SHARED * q1, q2, first, seq, eps, NORM, D, T, WIDE)
+        q *= scale
         square = start * T + rows * T + cols
         tl.store(p_ptr + square, (product(q, tl.trans(k), NARROW, TYPE) * decay).to(TYPE))
         system = tl.where(rows > cols, product(k, tl.trans(k), NARROW, TYPE) * decay * beta[:, None], 0.0)
         solved = inverted(system, T, LEVELS, NARROW).to(TYPE)
         tl.store(t_ptr + square, solved)
-        k = rows_of(k_ptr + batch * k0 + head // SHARED * k1, k2, first, seq, 0, D, T, WIDE).to(tl.float32)
-        k *= inverse_root(k, eps, NORM)
+        k = unit_rows(k_ptr + batch * k0 + head // SHARED * k1, k2, first, seq, eps, NORM, D, T, WIDE)
         wide = start * WIDE + rows * WIDE + tl.arange(0, WIDE)[None, :]
         tl.store(w_ptr + wide, product(solved, k * (beta * tl.exp(c))[:, None], NARROW, TYPE).to(TYPE))
         for low in tl.range(0, E, COLUMNS, num_stages=STAGES):
@@ -165,19 +139,19 @@ def delta_rule_states(
                 tl.store(starts_ptr + (line * spans + tile // SPAN) * D * E + here, state, mask=inside)
             first, start = tile * T, (line * tiles + tile) * T
             c = tl.load(c_ptr + start + tl.arange(0, T))
-            last = tl.sum(tl.where(tl.arange(0, T) == T - 1, c, 0.0), axis=0)
+            last = last_of(c, T)
             w = tl.load(w_ptr + start * WIDE + rows * WIDE + width[None, :])
             u = tl.load(u_ptr + start * E + rows * E + at, mask=at < E, other=0.0).to(tl.float32)
             u -= product(w, state, NARROW, TYPE)
-            q = rows_of(q_ptr + batch * q0 + head // SHARED * q1, q2, first, seq, 0, D, T, WIDE).to(tl.float32)
-            q *= inverse_root(q, eps, NORM) * (scale * tl.exp(c))[:, None]
+            q = unit_rows(q_ptr + batch * q0 + head // SHARED * q1, q2, first, seq, eps, NORM, D, T, WIDE)
+            q *= (scale * tl.exp(c))[:, None]
             out = product(q, state, NARROW, TYPE)
             p = tl.load(p_ptr + start * T + rows * T + tl.arange(0, T)[None, :])
             out += product(p, u, NARROW, TYPE)
             out_at = out_ptr + batch * o0 + head * o1 + tl.cast(first, tl.int64) * o2 + rows * o2 + at
             tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=(rows < seq - first) & (at < E))
-            k = rows_of(k_ptr + batch * k0 + head // SHARED * k1, k2, first, seq, 0, D, T, WIDE).to(tl.float32)
-            k *= inverse_root(k, eps, NORM) * tl.exp(last - c)[:, None]
+            k = unit_rows(k_ptr + batch * k0 + head // SHARED * k1, k2, first, seq, eps, NORM, D, T, WIDE)
+            k *= tl.exp(last - c)[:, None]
             state = state * tl.exp(last) + product(tl.trans(k), u, NARROW, TYPE)
         tl.store(final_ptr + line * D * E + here, state, mask=inside)
 
@@ -225,11 +199,10 @@ class Sizes:
         self.eps, self.wide = norm_eps or 0.0, max(16, power_of_two(k.shape[3]))
         self.columns = min(COLUMNS, max(16, power_of_two(v.shape[3])))
         dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
-        interpreted = v.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
         self.type = dtype
         self.constants: dict[str, Any] = {
             "VALUE_HEADS": v.shape[1], "SHARED": v.shape[1] // k.shape[1], "D": k.shape[3], "E": v.shape[3],
-            "NORM": norm_eps is not None, "NARROW": dtype != torch.float32 and not interpreted,
+            "NORM": norm_eps is not None, "NARROW": is_narrow(dtype, v),
         }  # fmt: skip
 
     def chunks(self, q, k, v, g, beta, scale) -> list[Tensor]:

@@ -14,17 +14,18 @@ from torch import Tensor
 
 from mindspeed_fx.kernels import gated_delta_rule as definition
 from mindspeed_fx.kernels.recurrence import check_shapes
-from mindspeed_fx.kernels.triton.gated_delta_rule import (
+from mindspeed_fx.kernels.triton.gated_delta_rule import Sizes, inverse_root, unit_rows
+from mindspeed_fx.kernels.triton.launch import launch, power_of_two, programs
+from mindspeed_fx.kernels.triton.recurrence import (
     STAGES,
     WARPS,
-    Sizes,
     decays,
-    inverse_root,
+    last_of,
+    numbers_of,
     product,
     rows_of,
-    sums,
+    sums_after,
 )
-from mindspeed_fx.kernels.triton.launch import launch, power_of_two, programs
 
 
 @triton.jit
@@ -49,13 +50,13 @@ def delta_rule_spans(
             start = (line * tiles + tile) * T
             tl.store(states_ptr + (line * tiles + tile) * WIDE * E + here, state.to(TYPE), mask=at < E)
             c = tl.load(c_ptr + start + tl.arange(0, T))
-            last = tl.sum(tl.where(tl.arange(0, T) == T - 1, c, 0.0), axis=0)
+            last = last_of(c, T)
             w = tl.load(w_ptr + start * WIDE + rows * WIDE + width[None, :])
             values = u_ptr + start * E + rows * E + at
             u = tl.load(values, mask=at < E, other=0.0).to(tl.float32) - product(w, state, NARROW, TYPE)
             tl.store(values, u.to(TYPE), mask=at < E)
-            k = rows_of(keys, k2, tile * T, seq, 0, D, T, WIDE).to(tl.float32)
-            k *= inverse_root(k, eps, NORM) * tl.exp(last - c)[:, None]
+            k = unit_rows(keys, k2, tile * T, seq, eps, NORM, D, T, WIDE)
+            k *= tl.exp(last - c)[:, None]
             state = state * tl.exp(last) + product(tl.trans(k), u, NARROW, TYPE)
 
 
@@ -83,15 +84,15 @@ def delta_rule_back(
             first, start = tile * T, (line * tiles + tile) * T
             tl.store(dstates_ptr + (line * tiles + tile) * WIDE * E + here, dstate.to(TYPE), mask=at < E)
             c = tl.load(c_ptr + start + tl.arange(0, T))
-            last = tl.sum(tl.where(tl.arange(0, T) == T - 1, c, 0.0), axis=0)
+            last = last_of(c, T)
             grad = rows_of(grad_ptr + batch * d0 + head * d1, d2, first, seq, low, E, T, COLUMNS)
             p = tl.load(p_ptr + start * T + rows * T + tl.arange(0, T)[None, :])
-            k = rows_of(k_ptr + batch * k0 + head // SHARED * k1, k2, first, seq, 0, D, T, WIDE).to(tl.float32)
-            k *= inverse_root(k, eps, NORM) * tl.exp(last - c)[:, None]
+            k = unit_rows(k_ptr + batch * k0 + head // SHARED * k1, k2, first, seq, eps, NORM, D, T, WIDE)
+            k *= tl.exp(last - c)[:, None]
             du = product(tl.trans(p), grad, NARROW, TYPE) + product(k, dstate, NARROW, TYPE)
             tl.store(du_ptr + start * E + rows * E + at, du.to(TYPE), mask=at < E)
-            q = rows_of(q_ptr + batch * q0 + head // SHARED * q1, q2, first, seq, 0, D, T, WIDE).to(tl.float32)
-            q *= inverse_root(q, eps, NORM) * (scale * tl.exp(c))[:, None]
+            q = unit_rows(q_ptr + batch * q0 + head // SHARED * q1, q2, first, seq, eps, NORM, D, T, WIDE)
+            q *= (scale * tl.exp(c))[:, None]
             w = tl.load(w_ptr + start * WIDE + rows * WIDE + width[None, :])
             dstate = dstate * tl.exp(last) + product(tl.trans(q), grad, NARROW, TYPE)
             dstate -= product(tl.trans(w), du, NARROW, TYPE)
@@ -129,7 +130,7 @@ def delta_rule_query_gradients(
             dk += product(u, tl.trans(dstate), NARROW, TYPE)
             drest += tl.sum(tl.sum(state.to(tl.float32) * dstate.to(tl.float32), axis=1), axis=0)
         c = tl.load(c_ptr + start + tl.arange(0, T))
-        last = tl.sum(tl.where(tl.arange(0, T) == T - 1, c, 0.0), axis=0)
+        last = last_of(c, T)
         pairs = dscores * tl.load(p_ptr + square).to(tl.float32)
         dc = tl.sum(pairs - tl.trans(pairs), axis=1)
         dscores *= decays(c, T) * scale
@@ -139,8 +140,7 @@ def delta_rule_query_gradients(
         q *= root
         dc += tl.sum(dq * q, axis=1)
         dscored = product(tl.trans(dscores), q, NARROW, TYPE)
-        k = rows_of(k_ptr + batch * k0 + head // SHARED * k1, k2, first, seq, 0, D, T, WIDE).to(tl.float32)
-        k *= inverse_root(k, eps, NORM)
+        k = unit_rows(k_ptr + batch * k0 + head // SHARED * k1, k2, first, seq, eps, NORM, D, T, WIDE)
         dq += product(dscores, k, NARROW, TYPE)
         if NORM:
             dq = (dq - q * tl.sum(dq * q, axis=1)[:, None]) * root
@@ -168,7 +168,7 @@ def delta_rule_key_gradients(
         batch, head = tl.cast(line // VALUE_HEADS, tl.int64), tl.cast(line % VALUE_HEADS, tl.int64)
         start, written = tl.cast(item, tl.int64) * T, (batch * seq + first) * VALUE_HEADS + head
         tokens = first + tl.arange(0, T)
-        beta = tl.load(beta_ptr + batch * b0 + head * b1 + tokens * b2, mask=tokens < seq, other=0.0).to(tl.float32)
+        beta = numbers_of(beta_ptr + batch * b0 + head * b1, b2, first, seq, T)
         solved = tl.trans(tl.load(t_ptr + start * T + rows * T + cols))
         dsystem = (rows * 0 + cols * 0).to(tl.float32)
         dw, dbeta = (rows * 0 + width[None, :] * 0).to(tl.float32), beta * 0.0
@@ -203,7 +203,7 @@ def delta_rule_key_gradients(
             pairs *= beta[:, None]
             dc = tl.load(dc_ptr + start + tl.arange(0, T)) + by_key * beta
             dc += tl.sum(pairs - tl.trans(pairs), axis=1)
-            dg = sums(dc, tl.where(rows <= cols, 1.0, 0.0), T)
+            dg = sums_after(dc, T)
             tl.store(dg_ptr + lines, dg.to(dg_ptr.dtype.element_ty), mask=tokens < seq)
         if NORM:
             dk = (dk - k * tl.sum(dk * k, axis=1)[:, None]) * root

@@ -14,6 +14,7 @@ import torch.fx as fx
 
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
+from mindspeed_fx.kernels.base import find
 from mindspeed_fx.passes.base import Context, Miss, Outcome, PassReport, calls, register, rewrite_each, site
 from mindspeed_fx.passes.fusion.analysis import selective_scan as analysis
 
@@ -34,8 +35,8 @@ def _rewrite(gm: fx.GraphModule, node: fx.Node, known: dict, target: str) -> Out
     rule = analysis.read(node, known)
     if rule is None:
         return None
-    if target != "cpu" and match.is_call(node, aten.movedim.int):
-        return f"on {target} each token's step would be a launch; the scan, whose depth is a logarithm, stays"
+    if match.is_call(node, aten.movedim.int) and (reason := _each_token_a_launch(rule, target)):
+        return reason
     rows = (rule.u, rule.dt, rule.a, rule.b, rule.c)
     if reason := match.unsafe(rule.region, [*rows, rule.d, rule.z, rule.bias, rule.state]):
         return reason
@@ -48,3 +49,16 @@ def _rewrite(gm: fx.GraphModule, node: fx.Node, known: dict, target: str) -> Out
     for last in rule.final:
         rewrite.substitute(gm, last, rewrite.insert(gm, rule.first, operator.getitem, (both, 1)))
     return outcome
+
+
+def _each_token_a_launch(rule: analysis.SelectiveScan, target: str) -> str | None:
+    """Why an associative scan, whose depth is a logarithm, is the better one on ``target``; None where it is not."""
+    if target == "cpu":
+        return None
+    nodes = (rule.u, rule.dt, rule.a, rule.b, rule.c, rule.d, rule.z, rule.bias, rule.state)
+    values = [None if x is None else match.value(x) for x in nodes]
+    overload = torch.ops.mindspeed.selective_scan.default
+    kernel, reasons = find(overload).choose(target, (*values, rule.softplus), {})
+    if kernel is not None:
+        return None
+    return f"on {target} each token's step would be a launch, and the scan stays: {'; '.join(reasons)}"

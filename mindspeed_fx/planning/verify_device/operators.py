@@ -315,7 +315,7 @@ def _products_of_cpu(m: Maker) -> Losses:
     tokens = m.b * m.s
     ops.gemm(torch.randn(tokens, m.h), torch.randn(m.h, m.d))
     ops.narrow_product(torch.randn(tokens, m.h), torch.randn(m.h, m.d), torch.randn(m.d))
-    ops.narrow_product(torch.randn(m.b, m.s, m.h), torch.randn(m.b, m.h, m.d))
+    ops.narrow_product(torch.randn(m.b, m.s, m.h), torch.randn(m.b, m.h, m.d), None, torch.float32)
     gate, weight = torch.randn(tokens, 2 * m.d), torch.rand(tokens, 1)
     ops.gate_gradient(ops.gate_product(gate, None, weight), gate, None, weight)
     return iter(())

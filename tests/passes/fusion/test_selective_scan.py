@@ -130,12 +130,16 @@ def test_mamba():
     assert_same_training(model, *args, tolerance=1e-9)
 
 
-def test_associative_scans_stay_on_accelerators():
+@pytest.mark.parametrize("width, reason", [(4, None), (40, "states 40 wide, the kernel takes up to 32")])
+def test_associative_scans_on_accelerators(width, reason):
+    """Where a kernel walks through the tokens; else they stay."""
     from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 
     def f(u, dt, A, B, C):
         return mamba_selective_scan(u, dt, A, B, C, use_associative_scan=True)
 
-    report = explain(f, *inputs(4, torch.float32)[:5], target="npu", hardware="ascend910b2")
-    assert report.counts[NAME] == 0
-    assert any("on npu each token's step would be a launch" in reason for reason in skips(report)), skips(report)
+    u, dt, a, b, c = inputs(4, torch.float32)[:5]
+    a, b, c = (x.new_ones((*x.shape[:1], width, *x.shape[2:])) for x in (a, b, c))
+    report = explain(f, u, dt, -a, b, c, target="npu", hardware="ascend910b2")
+    assert report.counts[NAME] == (reason is None)
+    assert reason is None or any(reason in r and "each token's step" in r for r in skips(report)), skips(report)
