@@ -17,6 +17,7 @@ from tests.fuzz.oracle import Failure, Result, compare, judge
 from tests.fuzz.program import Program, Region, Statement
 from tests.fuzz.rounding import deviations
 from tests.fuzz.runner import run_seed, script, shrink, told
+from tests.fuzz.writer import Writer
 
 
 def agree(seeds: range) -> None:
@@ -49,6 +50,13 @@ def test_a_seed_is_one_program_in_every_process():
     for seed in (1, 2):  # a model and a graph of operators
         text = subprocess.run([*command, str(seed)], capture_output=True, text=True, check=True).stdout
         assert text == script(generate(seed)) + "\n"
+
+
+def test_a_line_that_cannot_be_written_is_left_out():
+    w = Writer(0, torch.float32)
+    w.run(f"t0 = {w.input('torch.randn(b, s, 16)')}[..., :0]", "t0")
+    assert w.attempt(lambda w: w.emit("F.linear({}, {})", "t0", w.weight(8, 0))) is None  # of scale 0 ** -0.5
+    assert w.program.count() == 1
 
 
 def program(*lines: str, returns: str) -> Program:
