@@ -24,6 +24,20 @@ SAMPLES = 16
 EXACT = frozenset("clone _unsafe_view cat stack".split())
 """Operators that compute nothing, beside views."""
 
+WIDE = torch.float64
+
+
+class Widened(TorchDispatchMode):
+    """A program of float64 stays in it: casts to narrower types, those of autocast too, are left out. What a program
+    rounds by itself is then part of what eager PyTorch is off, overflow and underflow included."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if (dtype := kwargs.get("dtype")) is not None and dtype.is_floating_point:
+            kwargs["dtype"] = WIDE
+        args = tuple(WIDE if isinstance(a, torch.dtype) and a.is_floating_point else a for a in args)
+        return func(*args, **kwargs)
+
 
 class Rounded(TorchDispatchMode):
     """Every element that an operator reads is moved by a part of at most ``unit``."""

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from mindspeed_fx.passes.fusion.analysis import norms
+from tests.fuzz import oracle
 from tests.fuzz.__main__ import main
+from tests.fuzz.attention import _softmax
 from tests.fuzz.generate import Case, Settings, generate
 from tests.fuzz.oracle import Failure, Result, compare, judge
 from tests.fuzz.program import Program, Region, Statement
@@ -150,6 +152,29 @@ def test_sums_that_cancel_are_as_uncertain_as_their_terms():
     assert 0.4 < found["sum"] < 1.6  # a millionth of a million, uniform, twice: sqrt(2 / 3)
     assert not found["moved"].any() and set(found) == {"sum", "moved", "gradient"}
     assert 0.4 < found["gradient"].min() and found["gradient"].max() < 1.6  # it reads the sum
+
+
+def test_eager_numbers_that_leave_the_range_of_a_cast_decide_nothing(monkeypatch):
+    """Written out, the gradient of this norm has a factor of 1e28 ** -1.5, which is zero in float32."""
+    lines = [
+        "t1 = (x1 * 1e14).float()",
+        "t2 = (t1 * t1).sum(-1, keepdim=True) / 16",
+        "t3 = (t1 * (t2 + 1e-6).pow(-0.5)).to(x1.dtype)",
+    ]
+    case = Case(0, program(*lines, returns="t3"), Settings(options={"level": 1, "codegen": "eager"}), 1.2e-7)
+    assert judge(case).rewrites["fusion.rms_norm"] == 1 and judge(case).failure is None
+    monkeypatch.setattr(oracle, "_widened", lambda *_: {})
+    assert judge(case).failure
+
+
+def test_attention_asks_for_no_row_without_keys_where_eager_has_other_weights():
+    for low in (0.0, torch.finfo(torch.float64).min):
+        texts = set()
+        for seed in range(40):
+            w = Writer(seed, torch.float64)
+            w.space["t0"] = torch.full((1, 3, 3), low, dtype=torch.float64)
+            texts.add(_softmax(w, "t0"))
+        assert any("logsumexp" in text for text in texts) == (low == 0.0)
 
 
 def test_programs_may_hold_collectives_and_leave_no_group():
