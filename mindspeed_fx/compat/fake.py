@@ -53,6 +53,8 @@ def refresh_values(gm: fx.GraphModule) -> None:
     """Recompute the fake value of every ATen call whose inputs' layout changed, so that strides stay true; under the
     autocast that is in force there, which gives an ``einsum`` its dtype.
     """
+    from torch._dispatch.python import enable_python_dispatcher
+
     stale: set[fx.Node] = set()
     with autocast.following_autocast() as follow:
         for node in gm.graph.nodes:
@@ -64,7 +66,9 @@ def refresh_values(gm: fx.GraphModule) -> None:
             if not node.meta.get("fresh") and not any(a in stale for a in node.all_input_nodes):
                 continue
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-            with fake_like(old), torch.no_grad():
+            # Without Python's dispatcher some operators (constant_pad_nd) take no symbol for a size.
+            symbolic = any(not isinstance(n, int) for n in old.shape)
+            with fake_like(old), torch.no_grad(), enable_python_dispatcher() if symbolic else contextlib.nullcontext():
                 new = node.target(*args, **kwargs)
             if new.stride() != old.stride() or new.dtype != old.dtype or node.meta.pop("fresh", False):
                 node.meta["val"] = new

@@ -188,7 +188,9 @@ def _softmax(w: Writer, scores: str) -> str:
         ]
     )  # fmt: skip
     # A row of one number that is so low that log(s) is lost beside it has weights of 1 in eager PyTorch, not of 1 / s.
-    hidden = float(w.value(scores).detach().amax(-1).min()) < -1e8
+    # So has a column, whose sum a near miss takes.
+    largest = [w.value(scores).detach().amax(dim) for dim in (-1, -2)]
+    hidden = min(float(x.min()) for x in largest) < -1e8
     return "torch.softmax({0}, -1)" if hidden and "logsumexp" in text else text
 
 

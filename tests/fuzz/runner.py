@@ -32,7 +32,8 @@ class Tally:
     def __str__(self) -> str:
         return (
             f"{self.programs} programs, {self.compared} tensors compared, {self.incomparable} programs with none, "
-            f"{self.theirs} failures of torch's own backend, {len(self.failures)} of ours, {self.errors} errors of tests"
+            f"{self.theirs} failures of torch's own backend, {len(self.failures)} of ours, "
+            f"{self.errors} errors of tests"
         )
 
 

@@ -100,3 +100,17 @@ def test_a_llama_for_npu():
     report = explain(model, *tokens(), target="npu", hardware="ascend910b2", enable=[NAME])
     assert report.counts[NAME] == 2
     assert_same_training(model, *tokens(), tolerance=1e-4, target="npu", hardware="ascend910b2", enable=[NAME])
+
+
+def test_pads_of_a_length_that_changes_stand_behind_it():
+    """Their C++ kernel takes no symbol."""
+
+    def f(x, g, u):
+        rows = F.pad(F.linear(x, g) * F.linear(x, u), (0, 0, 0, 8 - x.shape[0]))
+        return rows.reshape(4, 2, -1).sum(1)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(f, backend="mindspeed", dynamic=True, fullgraph=True, options={"codegen": "eager", **ON})
+    for length in (5, 7):
+        inputs = double(length, 8), double(6, 8), double(6, 8)
+        assert torch.allclose(compiled(*inputs), f(*inputs), rtol=0, atol=1e-12)
