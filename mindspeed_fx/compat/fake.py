@@ -67,12 +67,20 @@ def refresh_values(gm: fx.GraphModule) -> None:
                 continue
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
             # Without Python's dispatcher some operators (constant_pad_nd) take no symbol for a size.
-            symbolic = any(not isinstance(n, int) for n in old.shape)
-            with fake_like(old), torch.no_grad(), enable_python_dispatcher() if symbolic else contextlib.nullcontext():
+            python = enable_python_dispatcher() if _has_symbols([*args, old]) else contextlib.nullcontext()
+            with fake_like(old), torch.no_grad(), python:
                 new = node.target(*args, **kwargs)
             if new.stride() != old.stride() or new.dtype != old.dtype or node.meta.pop("fresh", False):
                 node.meta["val"] = new
                 stale.add(node)
+
+
+def _has_symbols(values: Any) -> bool:
+    """Whether some of the sizes, or of the tensors' sizes, are symbols."""
+    leaves = pytree.tree_leaves(values)
+    shapes = [v.shape for v in leaves if isinstance(v, torch.Tensor)]
+    sizes = [*leaves, *(n for shape in shapes for n in shape)]
+    return any(isinstance(n, torch.SymInt) for n in sizes)
 
 
 def layout_key(value: Any) -> tuple:
