@@ -139,8 +139,9 @@ def _writes_parameters(gm: fx.GraphModule) -> bool:
     if not takes_gradients and not any(v.requires_grad for v in _tensors(results)):
         return False
     parameters = {fake.storage_of(v) for v in _tensors(gm.graph.find_nodes(op="placeholder")) if v.requires_grad}
-    written = [a for n in gm.graph.nodes for a in _written(n)]
-    return any(fake.storage_of(v) in parameters for v in _tensors(written))
+    written = _tensors([a for n in gm.graph.nodes for a in _written(n)])
+    # What a transform wraps is a value of its own, and has no memory to ask for.
+    return any(fake.storage_of(v) in parameters for v in written if not tracing.is_function_wrapper(v))
 
 
 def _tensors(nodes: Iterable[fx.Node]) -> list[torch.Tensor]:

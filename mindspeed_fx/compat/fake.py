@@ -53,6 +53,8 @@ def refresh_values(gm: fx.GraphModule) -> None:
     """Recompute the fake value of every ATen call whose inputs' layout changed, so that strides stay true; under the
     autocast that is in force there, which gives an ``einsum`` its dtype.
     """
+    from torch._dispatch.python import enable_python_dispatcher
+
     stale: set[fx.Node] = set()
     with autocast.following_autocast() as follow:
         for node in gm.graph.nodes:
@@ -64,11 +66,21 @@ def refresh_values(gm: fx.GraphModule) -> None:
             if not node.meta.get("fresh") and not any(a in stale for a in node.all_input_nodes):
                 continue
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-            with fake_like(old), torch.no_grad():
+            # Without Python's dispatcher some operators (constant_pad_nd) take no symbol for a size.
+            python = enable_python_dispatcher() if _has_symbols([*args, old]) else contextlib.nullcontext()
+            with fake_like(old), torch.no_grad(), python:
                 new = node.target(*args, **kwargs)
             if new.stride() != old.stride() or new.dtype != old.dtype or node.meta.pop("fresh", False):
                 node.meta["val"] = new
                 stale.add(node)
+
+
+def _has_symbols(values: Any) -> bool:
+    """Whether some of the sizes, or of the tensors' sizes, are symbols."""
+    leaves = pytree.tree_leaves(values)
+    shapes = [v.shape for v in leaves if isinstance(v, torch.Tensor)]
+    sizes = [*leaves, *(n for shape in shapes for n in shape)]
+    return any(isinstance(n, torch.SymInt) for n in sizes)
 
 
 def layout_key(value: Any) -> tuple:

@@ -51,11 +51,12 @@ def activation(x: Tensor, kind: str) -> Tensor:
     lambda grad, x, kind: torch.empty(x.shape, dtype=x.dtype, device=x.device),
 )
 def activation_backward(grad: Tensor, x: Tensor, kind: str) -> Tensor:
-    """Gradient of :func:`activation`: 2 grad relu(x), or grad s (1 + 1.702 x (1 - s)) with s = sigmoid(1.702 x)."""
+    """Gradient of :func:`activation`: 2 grad x if x > 0, or grad s (1 + 1.702 x (1 - s)) with s = sigmoid(1.702 x)."""
     _check(kind)
     g, wide = (t.to(accumulation_dtype(x.dtype)) for t in (grad, x))
     if kind == "squared_relu":
-        return (2 * g * torch.relu(wide)).to(x.dtype).contiguous()
+        # Zero where x is negative, whatever comes from above: a NaN, too.
+        return torch.ops.aten.threshold_backward(2 * g * wide, wide, 0).to(x.dtype).contiguous()
     s = torch.sigmoid(SLOPE * wide)
     return (g * s * (1 + SLOPE * wide * (1 - s))).to(x.dtype).contiguous()
 

@@ -49,3 +49,13 @@ def test_vmap_in_a_checkpoint():
 def test_other_transforms_stay_and_say_so(f, reason):
     report = explain(f, double(4, 4), double(4, 4))
     assert report.counts["fusion.swiglu"] == 0 and reason in report.skipped("fusion.swiglu")[0].reason
+
+
+def test_a_hessian_of_parameters_beside_a_gradient_is_captured():
+    """jvp writes no parameter, though it has calls whose names end like those of writes."""
+
+    def f(x, w):
+        loss = lambda z: torch.nn.functional.silu(z @ w).square().sum()  # noqa: E731
+        return torch.func.hessian(loss)(x[0]) * torch.func.grad(loss)(x).square().sum()
+
+    function_agrees(f, double(3, 4), double(4, 4))

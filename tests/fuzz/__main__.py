@@ -6,6 +6,7 @@ import argparse
 import logging
 import sys
 import time
+import traceback
 import warnings
 
 from tests import forks
@@ -36,6 +37,10 @@ def main(arguments: list[str] | None = None) -> int:
             case, verdict = run_seed(seed, options.codegen)
         except KeyboardInterrupt:
             break  # and say what was done until then
+        except Exception:  # of the generator or of eager PyTorch: the next seeds are none the worse for it
+            print(f"seed {seed}: not run\n{traceback.format_exc()}", flush=True)
+            tally.errors, seed = tally.errors + 1, seed + 1
+            continue
         count(tally, case, verdict)
         if verdict.failure:
             whose = "torch's own backend too; " if verdict.theirs else ""
@@ -48,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
         seed += 1
     print(f"seeds {options.seed} to {seed - 1}, {time.monotonic() - start:.0f} s: {tally}")
     print("rewrites:", ", ".join(f"{name} {n}" for name, n in tally.rewrites.most_common()) or "none")
-    return 1 if tally.failures else 0
+    return 1 if tally.failures or tally.errors else 0
 
 
 if __name__ == "__main__":

@@ -106,8 +106,7 @@ class Program:
 
     def text(self) -> str:
         """The source of the class ``Model`` and of ``make_inputs(b, s)``."""
-        index = [0]
-        body = [line for part in self.body for line in lines_of(part, index)]
+        body = self.lines()
         used = "\n".join(body)
         members = [f"self.{name} = {text}" for name, text in self.members.items() if f"self.{name}" in used]
         first = next(iter(self.inputs))
@@ -133,6 +132,11 @@ class Program:
             "",
         ]
         return "\n".join(source)
+
+    def lines(self) -> list[str]:
+        """Of the forward."""
+        index = [0]
+        return [line for part in self.body for line in lines_of(part, index)]
 
     def live(self) -> Program:
         """The same without what nothing reads; what writes in place stays, and what it writes."""

@@ -62,6 +62,10 @@ def one_hot(w: Writer, x: str) -> str:
         order = w.emit("({0}.flatten(0, 1).cumsum(0).view_as({0}) * {0}).sum(-1).long() - 1", hot)
         place = w.emit("({}.unsqueeze(-1) == torch.arange({})).to({}.dtype)", order, capacity, x)
         combine = w.emit('torch.einsum("sk,ske,skc->sec", {}[0], {}, {})', picked, hot, place)
+    if not w.finite(
+        combine
+    ):  # zero times what is infinite is no zero, and true: a dispatch of all tokens to all places
+        raise ValueError("an infinite share of an expert")
     there = w.emit('torch.einsum("sec,sm->ecm", {}.bool().to({}.dtype), {})', combine, x, flat)
     out = w.emit("torch.bmm(F.relu({}), {})", there, w.weight(EXPERTS, HIDDEN, HIDDEN))
     return w.emit('torch.einsum("sec,ecm->sm", {}, {}).view({}.shape)', combine, out, x)

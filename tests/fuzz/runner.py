@@ -24,13 +24,16 @@ class Tally:
     """Programs of which no tensor was compared: ill-conditioned, or run with one size alone."""
     theirs: int = 0
     """Failures that torch's own backend shares."""
+    errors: int = 0
+    """Seeds that gave no program, or one that could not be compared: errors of these tests."""
     failures: list[tuple[Case, Failure]] = dataclasses.field(default_factory=list)
     rewrites: Counter[str] = dataclasses.field(default_factory=Counter)
 
     def __str__(self) -> str:
         return (
             f"{self.programs} programs, {self.compared} tensors compared, {self.incomparable} programs with none, "
-            f"{self.theirs} failures of torch's own backend, {len(self.failures)} of ours"
+            f"{self.theirs} failures of torch's own backend, {len(self.failures)} of ours, "
+            f"{self.errors} errors of tests"
         )
 
 

@@ -11,12 +11,15 @@ import pytest
 import torch
 
 from mindspeed_fx.passes.fusion.analysis import norms
+from tests.fuzz import oracle
 from tests.fuzz.__main__ import main
+from tests.fuzz.attention import _softmax
 from tests.fuzz.generate import Case, Settings, generate
 from tests.fuzz.oracle import Failure, Result, compare, judge
 from tests.fuzz.program import Program, Region, Statement
-from tests.fuzz.rounding import deviations
+from tests.fuzz.rounding import deviations, terms_added
 from tests.fuzz.runner import run_seed, script, shrink, told
+from tests.fuzz.writer import Writer
 
 
 def agree(seeds: range) -> None:
@@ -49,6 +52,13 @@ def test_a_seed_is_one_program_in_every_process():
     for seed in (1, 2):  # a model and a graph of operators
         text = subprocess.run([*command, str(seed)], capture_output=True, text=True, check=True).stdout
         assert text == script(generate(seed)) + "\n"
+
+
+def test_a_line_that_cannot_be_written_is_left_out():
+    w = Writer(0, torch.float32)
+    w.run(f"t0 = {w.input('torch.randn(b, s, 16)')}[..., :0]", "t0")
+    assert w.attempt(lambda w: w.emit("F.linear({}, {})", "t0", w.weight(8, 0))) is None  # of scale 0 ** -0.5
+    assert w.program.count() == 1
 
 
 def program(*lines: str, returns: str) -> Program:
@@ -142,6 +152,55 @@ def test_sums_that_cancel_are_as_uncertain_as_their_terms():
     assert 0.4 < found["sum"] < 1.6  # a millionth of a million, uniform, twice: sqrt(2 / 3)
     assert not found["moved"].any() and set(found) == {"sum", "moved", "gradient"}
     assert 0.4 < found["gradient"].min() and found["gradient"].max() < 1.6  # it reads the sum
+
+
+def test_terms_of_a_sum_are_counted():
+    x, y = torch.ones(4, 6), torch.ones(6, 3)
+    cases = [
+        ("mm", (x, y), 6),
+        ("addmm", (y, x, y), 6),
+        ("sum", (x,), 24),
+        ("sum", (x, [1], True), 6),
+        ("mul", (x,), 1),
+    ]
+    cases += [("_softmax", (x, -1, False), 6), ("_softmax_backward_data", (x, x, 0, torch.float32), 4)]
+    assert [terms_added(name, args) for name, args, _ in cases] == [count for *_, count in cases]
+
+
+def test_the_error_of_running_sums_is_that_of_the_model():
+    """Of 200 numbers in float32, a hundred times: no larger in the mean square, and no less than a quarter of it."""
+    errors = []
+    for seed in range(100):
+        x = torch.rand(200, generator=torch.Generator().manual_seed(seed)).double()
+        total = torch.zeros((), dtype=torch.float32)
+        for term in x.float():
+            total += term
+        deviation = deviations(lambda: {"sum": x.sum()}, {"sum": x.sum()}, 2.0**-24)["sum"].item()  # noqa: B023
+        errors.append((total.double() - x.sum()).item() / deviation)
+    assert 1 / 16 < sum(e * e for e in errors) / len(errors) < 1
+
+
+def test_eager_numbers_that_leave_the_range_of_a_cast_decide_nothing(monkeypatch):
+    """Written out, the gradient of this norm has a factor of 1e28 ** -1.5, which is zero in float32."""
+    lines = [
+        "t1 = (x1 * 1e14).float()",
+        "t2 = (t1 * t1).sum(-1, keepdim=True) / 16",
+        "t3 = (t1 * (t2 + 1e-6).pow(-0.5)).to(x1.dtype)",
+    ]
+    case = Case(0, program(*lines, returns="t3"), Settings(options={"level": 1, "codegen": "eager"}), 1.2e-7)
+    assert judge(case).rewrites["fusion.rms_norm"] == 1 and judge(case).failure is None
+    monkeypatch.setattr(oracle, "_widened", lambda *_: {})
+    assert judge(case).failure
+
+
+def test_attention_asks_for_no_row_without_keys_where_eager_has_other_weights():
+    for low in (0.0, torch.finfo(torch.float64).min):
+        texts = set()
+        for seed in range(40):
+            w = Writer(seed, torch.float64)
+            w.space["t0"] = torch.full((1, 3, 3), low, dtype=torch.float64)
+            texts.add(_softmax(w, "t0"))
+        assert any("logsumexp" in text for text in texts) == (low == 0.0)
 
 
 def test_programs_may_hold_collectives_and_leave_no_group():

@@ -139,7 +139,7 @@ class Writer:
         kept, visible, finest = len(self.body), len(self.visible), self.finest
         try:
             return block(self, *operands)
-        except (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError):
+        except (RuntimeError, IndexError, TypeError, ValueError, ArithmeticError):  # also what is not implemented
             del self.body[kept:], self.visible[visible:]
             self.finest = finest
             return None

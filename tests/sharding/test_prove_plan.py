@@ -169,6 +169,19 @@ def test_a_sum_over_parts_is_partial_and_may_not_be_squared():
         dot(terms, x, [1], whole_inputs(terms, ["v"], [(8, 32)])[0], [1])
 
 
+def test_sums_of_three_are_equal_in_any_order():
+    terms = Terms({"tp": 2})
+    a, b, c = (terms.fresh(name, [4, 3], [(), ()], ()) for name in "abc")
+
+    def add(x, y):
+        return pointwise(terms, "add", (), [x, y], True)
+
+    assert add(add(a, b), c) == add(a, add(c, b)) == add(add(c, a), b)
+    assert add(add(a, b), c) != add(add(a, a), c) and add(add(a, b), b) != add(a, b)
+    row = terms.fresh("row", [1, 3], [(), ()], ())
+    assert add(add(row, row), a) != add(row, a)
+
+
 def test_a_view_that_cuts_between_parts_is_unknown():
     x = Part(0, ((Digit(1, 3, 2), Digit(1, 1, 3)),))
     with pytest.raises(Unproved, match="cuts between parts"):

@@ -58,4 +58,4 @@ def _squared_relu(x, kind):
 
 @lowering(activation_backward, "aten relu and products", lambda grad, x, kind: _square(x, kind, grad))
 def _squared_relu_backward(grad, x, kind):
-    return (grad * torch.relu(x) * 2).to(x.dtype).contiguous()
+    return torch.ops.aten.threshold_backward(grad * x * 2, x, 0).to(x.dtype).contiguous()

@@ -77,6 +77,8 @@ def _refusal(group: Sequence[fx.Node]) -> str | None:
     if len({match.value(w).dtype for w in weights}) > 1 or any(match.value(w).dim() != 2 for w in weights):
         shown = ", ".join(f"{match.value(w).dtype} {tuple(match.value(w).shape)}" for w in weights)
         return f"the weights are {shown}; matrices of one type can be joined".replace("torch.", "")
+    if any(_symbolic(match.value(w)) for w in weights):
+        return "a weight's size changes from call to call"
     if any(b is None for b in biases) != all(b is None for b in biases):
         return "some have a bias and some none"
     if any(w.meta["needs_grad"] != weights[0].meta["needs_grad"] for w in weights):

@@ -238,9 +238,9 @@ def _rewrite_permute(gm: fx.GraphModule, node: fx.Node, tokens: fx.Node, order: 
 
 def _stabilize(sort: fx.Node) -> None:
     """Equal elements keep their order: one of the results that the unstable sort may give."""
-    if match.is_call(sort, aten.sort.default, aten.argsort.default):
-        sort.target = aten.sort.stable if sort.target is aten.sort.default else aten.argsort.stable
-        sort.args, sort.kwargs = (sort.args[0],), {"stable": True}
+    values = sort.args[0]
+    sort.target = aten.sort.stable if match.is_call(sort, aten.sort.default, aten.sort.stable) else aten.argsort.stable
+    sort.args, sort.kwargs = (values,), {"stable": True}
 
 
 # --------------------------------------------------------------------------- and back

@@ -255,3 +255,13 @@ def test_weighted_saves_no_product():
         return sum(sizes)
 
     assert saved({}) < saved({"disable": [WEIGHTED]})
+
+
+def test_squared_relu_of_negative_numbers_has_no_gradient_whatever_comes_from_above():
+    """The gradient of hypot(0, 0) is 0 / 0; ReLU lets none of it through."""
+
+    def f(x):
+        return torch.hypot(torch.relu(x).square(), torch.zeros_like(x))
+
+    report = function_agrees(f, (-torch.rand(3, 8)).double().requires_grad_())
+    assert report.counts["fusion.activation"] == 1

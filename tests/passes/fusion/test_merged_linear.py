@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_fx.passes.fusion import merged_linear
+from mindspeed_fx.planning.explain import Report
+from mindspeed_fx.report import recorder
 from tests.models import Llama, assert_same_training, double, explain, function_agrees, tokens
 
 NAME = "fusion.merged_linear"
@@ -100,3 +102,37 @@ def test_a_llama_for_npu():
     report = explain(model, *tokens(), target="npu", hardware="ascend910b2", enable=[NAME])
     assert report.counts[NAME] == 2
     assert_same_training(model, *tokens(), tolerance=1e-4, target="npu", hardware="ascend910b2", enable=[NAME])
+
+
+class Padded(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = (torch.nn.Linear(8, 6, bias=False).double() for _ in range(2))
+
+    def forward(self, x):
+        rows = F.pad(self.gate(x) * self.up(x), (0, 0, 0, 8 - x.shape[0]))
+        return F.linear(rows, self.up.weight.t()).reshape(4, 2, -1).sum(1)
+
+
+def agrees_dynamically(f, *inputs):
+    torch._dynamo.reset()
+    with recorder.collecting() as graphs:
+        compiled = torch.compile(
+            f, backend="mindspeed", dynamic=True, fullgraph=True, options={"codegen": "eager", **ON}
+        )
+        for args in inputs:
+            assert torch.allclose(compiled(*args), f(*args), rtol=0, atol=1e-12)
+    return Report(list(graphs), [])
+
+
+def test_pads_of_a_length_that_changes_stand_behind_it():
+    """Their C++ kernel takes no symbol."""
+    assert agrees_dynamically(Padded(), (double(5, 8),), (double(7, 8),)).counts[NAME] == 1
+
+
+def test_weights_whose_sizes_change_stay():
+    def f(x, g, u):
+        return F.linear(x, g) * F.linear(x, u)
+
+    report = agrees_dynamically(f, *((double(5, n), double(6, n), double(6, n)) for n in (8, 10)))
+    assert "size changes from call to call" in report.skipped(NAME)[0].reason

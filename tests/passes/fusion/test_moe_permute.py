@@ -29,6 +29,7 @@ THERE = {
 SORT = {
     "sort": lambda i: i.flatten().sort()[1],
     "argsort": lambda i: i.flatten().argsort(),
+    "unstable": lambda i: i.flatten().argsort(stable=False),
     "stable": lambda i: i.flatten().argsort(stable=True),
 }
 
@@ -112,6 +113,22 @@ def test_zeros_that_are_written_to_are_no_zeros():
         return base.index_add(0, order // 2, THERE["torchtitan"](x, order, 2) @ w)
 
     assert function_agrees(f, double(6, 3), double(3, 3)).counts[NAME] == 2
+
+
+@pytest.mark.parametrize("order", [
+    lambda i: i.argsort(), lambda i: i.argsort(stable=False), lambda i: i.sort(stable=False)[1],
+    lambda i: i.sort(stable=None)[1],
+])  # fmt: skip
+def test_a_sort_that_orders_equal_experts_at_will_goes_with_the_operator(order):
+    """Rows there are the operator's, experts' weights are picked by the model's own sort."""
+    indices = torch.randint(0, 4, (100,), generator=torch.Generator().manual_seed(0))  # so many that order changes
+
+    def f(x, w):
+        by_expert = order(indices)
+        rows = x.index_select(0, by_expert // 2) * w[indices[by_expert]]
+        return rows[by_expert.argsort()].view(-1, 2, 3).amax(1)  # no sum: the way back stays
+
+    assert function_agrees(f, double(50, 3), double(4, 3)).counts[NAME] == 1
 
 
 def test_another_order_of_a_sort_says_why():

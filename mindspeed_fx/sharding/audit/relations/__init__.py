@@ -7,7 +7,7 @@
 * ``indexing.py``: choices, picks and their gradients along a dimension that every rank has whole
 * ``collectives.py``: the same for what is sent, and for the picking and joining of pieces around it
 * ``rows.py``: rows on their way to experts, each told by its token and choice; ``numbers.py``: the integers that send
-  them, computed; ``routed.py``: both in a walk
+  them, computed; ``columns.py``: pieces of each row; ``routed.py``: all of it in a walk
 * ``vocabulary.py``: a vocabulary in parts; ``lookups.py``: what ranks make of ids, for every id; ``losses.py``: cross
   entropy that is written out over parts, recognized
 * ``compare.py``: what programs are given, and their results against those of the whole program

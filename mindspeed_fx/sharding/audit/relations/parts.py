@@ -134,6 +134,9 @@ class Terms:
     vocabularies: dict[int, tuple[int, frozenset[int]]] = field(default_factory=dict)
     """Term of ids -> how many rows they choose from, and ids that a loss ignores."""
 
+    addends: dict[tuple[int, tuple[Dim, ...]], tuple] = field(default_factory=dict)
+    """A whole tensor that is a sum -> those whose sum it is."""
+
     stacks: dict[tuple[int, tuple[Dim, ...]], tuple[Part, ...]] = field(default_factory=dict)
     """A whole tensor -> the parts that were stacked to make it."""
 

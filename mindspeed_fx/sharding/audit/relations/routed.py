@@ -8,16 +8,17 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
-from mindspeed_fx.sharding.audit.relations import rows, rules
+from mindspeed_fx.sharding.audit.relations import columns, rows, rules
 from mindspeed_fx.sharding.audit.relations.numbers import Numeric
-from mindspeed_fx.sharding.audit.relations.parts import Fill, Part, Unknown
+from mindspeed_fx.sharding.audit.relations.parts import Fill, Part, Unknown, Unproved
 
+SENDS = "expert_exchange"
 VIEWS = ("view", "_unsafe_view", "reshape")
 
 
 def concerns(short: str, args: Sequence[Any]) -> bool:
     return short == "moe_permute" or any(
-        isinstance(a, (rows.Rows, rows.Order, Numeric)) for a in pytree.tree_leaves(list(args))
+        isinstance(a, (rows.Rows, rows.Order, columns.Stacked, Numeric)) for a in pytree.tree_leaves(list(args))
     )
 
 
@@ -26,13 +27,18 @@ def apply(c: rows.Context, nodes: Sequence[fx.Node], name: str, args: list) -> A
     n, short = nodes[0], name.rpartition(".")[2]
     if short == "moe_permute" and isinstance(args[0], Part) and isinstance(args[1], Part):
         return rows.permuted(c, args[0], args[1])
-    in_pieces = short == "split" and isinstance(args[0], (rows.Order, rows.Rows)) and isinstance(args[1], int)
-    if in_pieces and not (args[2:] or [0])[0]:
-        return ("pieces", *args[:2], 0)
+    moved = (rows.Rows, rows.Order, columns.Stacked)
+    if short == "split" and isinstance(args[0], moved) and isinstance(args[1], int):
+        return ("pieces", *args[:2], (args[2:] or [0])[0])
     leaves = pytree.tree_leaves(args)
-    if not any(isinstance(a, (rows.Rows, rows.Order)) for a in leaves):
+    if not any(isinstance(a, moved) for a in leaves):
         return Numeric()
-    result = _moved(c, nodes, short, args) or _at_experts(c, short, args)
+    if short == "cat" and all(isinstance(a, rows.Rows) for a in args[0]):
+        return columns.joined(args[0], (args[1:] or [0])[0] % 2)
+    if any(isinstance(a, rows.Rows) and a.part.picked for a in leaves):
+        raise Unknown("pieces of rows that are not joined")
+    result = _sent_columns(c, short, args) if _is_sent(n) else None
+    result = result or _moved(c, nodes, short, args) or _at_experts(c, short, args)
     if result is not None:
         return result
     read = [a for a in leaves if not isinstance(a, (int, float, str, bool, torch.dtype, type(None)))]
@@ -52,6 +58,45 @@ def rule_key(n: fx.Node) -> tuple:
     return repr(plain), repr(sorted(n.kwargs.items()))
 
 
+def item(value: tuple, nodes: Sequence[fx.Node]) -> Any:
+    """The piece of rows, or of their order, that each rank takes of a split."""
+    _, x, size, dim = value
+    index = [m.args[1] for m in nodes]
+    if isinstance(x, rows.Rows) and not dim:
+        return x.moved([p.split(size)[i] for p, i in zip(x.pairs, index)])  # type: ignore[index]
+    extent = x.part.local[1] if isinstance(x, rows.Rows) else len(_first(x))
+    if isinstance(x, columns.Stacked):
+        extent *= x.count
+    if extent % size or isinstance(x, columns.Stacked) and (dim or extent // size != x.count):
+        raise Unknown(f"{extent} in pieces of {size}")
+    if isinstance(x, rows.Rows):
+        return columns.piece(x, extent // size, index)  # type: ignore[arg-type]
+    return x.piece(index) if isinstance(x, columns.Stacked) else x.piece(extent // size, index)
+
+
+def _first(x: Any) -> Any:
+    """Of the first rank: the pairs of rows, or the positions of an order."""
+    return x.rows.pairs[0] if isinstance(x, columns.Stacked) else x.positions[0]
+
+
+def _is_sent(n: fx.Node) -> bool:
+    return getattr(n.target, "namespace", "") == "_c10d_functional" or getattr(n.target, "_opname", "") == SENDS
+
+
+def _sent_columns(c: rows.Context, short: str, args: list) -> Any:
+    """Where columns are sent, or rows whose columns ranks share; None for rows that they have whole."""
+    x, mesh = args[0], c.mesh()
+    if isinstance(x, columns.Stacked):
+        if short == "reduce_scatter_tensor" and args[1] == "sum":
+            return columns.scattered(c, x, mesh)
+        raise Unknown(f"{short} of columns one below the other")
+    if isinstance(x, rows.Rows) and mesh in x.part.meshes():
+        if short == "all_gather_into_tensor":
+            return columns.gathered(c, x, mesh)
+        raise Unproved(f"{short} over {mesh} of rows whose columns are divided over it")
+    return None
+
+
 def _moved(c: rows.Context, nodes: Sequence[fx.Node], short: str, args: list) -> Any:
     """Rows in another order; None where the operator is none of those."""
     n, x = nodes[0], args[0]
@@ -60,10 +105,12 @@ def _moved(c: rows.Context, nodes: Sequence[fx.Node], short: str, args: list) ->
     if not isinstance(x, rows.Rows):
         return None
     count = len(x.pairs[0])
-    if short in VIEWS and tuple(n.meta["val"].shape) == (count, *x.part.whole[1:]):
+    if short in VIEWS and tuple(n.meta["val"].shape) == (count, *x.part.local[1:]):
         return x
     if short == "index_select" and args[1] == 0:
         return rows.taken(x, c.numbers(2))
+    if short == "slice" and all(_is_whole(m, (count, *x.part.local[1:])) for m in nodes):
+        return x
     if short == "slice" and (args[1:] or [0])[0] == 0 and len(args) < 5:
         runs = [torch.arange(count)[slice(*m.args[2:4])] for m in nodes]  # type: ignore[arg-type]
         return rows.taken(x, runs)
@@ -77,6 +124,12 @@ def _moved(c: rows.Context, nodes: Sequence[fx.Node], short: str, args: list) ->
         come, go = ([torch.tensor(m.args[i]) for m in nodes] for i in (1, 2))
         return rows.exchanged(c, x, int(come[0].sum()), go, come)
     return None
+
+
+def _is_whole(n: fx.Node, shape: tuple[int, ...]) -> bool:
+    """Whether a slice is all of the tensor."""
+    dim, start, end, step = (*n.args[1:], *(0, 0, None, 1)[len(n.args) - 1 :])
+    return slice(start, end, step).indices(shape[dim]) == (0, shape[dim], 1)  # type: ignore[arg-type, index]
 
 
 def _at_experts(c: rows.Context, short: str, args: list) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mindspeed_fx.sharding.audit.relations import rules
 from mindspeed_fx.sharding.audit.relations.numbers import Place, whole_index
-from mindspeed_fx.sharding.audit.relations.parts import Part, Terms, Unknown, Unproved, profile
+from mindspeed_fx.sharding.audit.relations.parts import Part, Profile, Terms, Unknown, Unproved, profile
 
 ZERO, ANYTHING = -1, -2
 """In place of a pair: a row of zeros; a row of which nothing is known."""
@@ -96,6 +96,8 @@ class Context:
     """Of the argument in a place."""
     members: Callable[[int], list[int]]
     """Of a collective: the ranks that share a group with a rank."""
+    mesh: Callable[[], str] = str
+    """Of a collective: its mesh dimension."""
 
 
 # ----------------------------------------------------------------------- moves
@@ -196,6 +198,8 @@ def _groups(c: Context, rows: Rows, ends: Sequence[Tensor], weight: Part) -> Ite
     """For each rank: its experts, and for each row the expert that it meets, -1 behind the last one's."""
     if weight.partial or any(profile(d) for d in weight.dims[1:]):
         raise Unknown("experts that are divided inside")
+    if any(profile(d) for d in rows.part.dims[1:]):
+        raise Unknown("rows whose columns are divided meet experts")
     for place, pairs, end in zip(c.places, rows.pairs, ends):
         own = whole_index(weight.dims[0], place.at)
         group = torch.searchsorted(end.long(), torch.arange(len(pairs)), right=True)
@@ -220,6 +224,8 @@ def product(c: Context, x: Rows, weight: Part, ends: Sequence[Tensor], what: str
 
 def product_backward(c: Context, grad: Rows, x: Rows, weight: Part, ends: Sequence[Tensor]) -> tuple[Rows, Part]:
     groups = list(_groups(c, grad, ends, weight))
+    if any(profile(d) for d in x.part.dims[1:]):
+        raise Unknown("rows whose columns are divided meet experts")
     dx = product(c, grad, weight, ends, "grouped_matmul_dx")
     required, present = [], []
     for (own, met), a, b in zip(groups, grad.pairs, x.pairs):
@@ -278,23 +284,35 @@ def _returned(c: Context, rows: Rows, order: Order) -> frozenset[str]:
     return covered(c, required, present)
 
 
+def _columns(rows: Rows, partial: frozenset[str]) -> Profile:
+    """How ranks share the columns, none of those over which rows are added up."""
+    shared = profile(rows.part.dims[1])
+    if any(m in partial for m, _ in shared):
+        raise Unproved("rows are added up over ranks that hold other columns")
+    return shared
+
+
 def unpermuted(c: Context, name: str, rows: Rows, order: Order, probs: Part | None) -> Part:
     """A token's rows added up, each times its share."""
     shared = profile(order.tokens.dims[0])
     if probs is not None and (probs.partial or profile(probs.dims[0]) != shared):
         raise Unproved("shares of experts are divided otherwise than tokens")
     key = (name, c.key, rows.part.arranged, None if probs is None else probs.arranged)
-    sizes = [order.tokens.whole[0], rows.part.whole[1]]
-    return c.terms.fresh(key, sizes, [shared, ()], _returned(c, rows, order))
+    sizes, partial = [order.tokens.whole[0], rows.part.whole[1]], _returned(c, rows, order)
+    return c.terms.fresh(key, sizes, [shared, _columns(rows, partial)], partial)
 
 
 def unpermuted_backward(c: Context, grad: Part, rows: Rows, order: Order, probs: Part) -> tuple[Rows, Part]:
     shared = profile(order.tokens.dims[0])
-    if grad.partial or profile(grad.dims[0]) != shared or profile(grad.dims[1]):
-        raise Unproved("a gradient is divided otherwise than tokens")
     partial = _returned(c, rows, order)
+    across = _columns(rows, partial)
+    if grad.partial or profile(grad.dims[0]) != shared or profile(grad.dims[1]) != across:
+        raise Unproved("a gradient is divided otherwise than tokens")
+    if probs.partial or profile(probs.dims[0]) != shared:
+        raise Unproved("shares of experts are divided otherwise than tokens")
+    partial |= {m for m, _ in across}  # the gradient of a share is a sum over columns
     key = (c.key, grad.arranged, probs.arranged)
-    part = c.terms.fresh(("moe_unpermute_dx", *key), [order.count, grad.whole[1]], [(), ()], ())
+    part = c.terms.fresh(("moe_unpermute_dx", *key), [order.count, grad.whole[1]], [(), across], ())
     own = []
     for p, at in zip(order.pairs, order.positions):
         own.append(torch.empty_like(p).scatter_(0, at.long(), p))

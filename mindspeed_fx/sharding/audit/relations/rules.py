@@ -119,8 +119,13 @@ def pointwise(terms: Terms, name: str, key: Hashable, parts: Sequence[Part], com
         partial = _sums(parts, set(), linear)
     reads = [p.arranged for p in parts]
     if commutes:
+        if name == "add":  # of more than two: in whatever order they are added up
+            addends = [terms.addends.get(r, (r,)) if w == tuple(sizes) else (r,) for r, w in zip(reads, whole)]
+            reads = [r for each in addends for r in each]
         reads.sort()
     result = terms.fresh((name, key, *reads), sizes, profiles, partial)
+    if commutes and name == "add":
+        terms.addends[result.arranged] = tuple(reads)
     terms.defined[result.term] = (name, key, tuple(parts))
     return result
 

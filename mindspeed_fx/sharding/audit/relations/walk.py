@@ -227,6 +227,7 @@ class Walk:
             routed.rule_key(nodes[0]),
             lambda i: self.numbers.of([m.args[i] for m in nodes]),  # type: ignore[misc]
             lambda rank: self._members(nodes[rank], rank),
+            lambda: self._mesh(nodes, name),
         )
         return routed.apply(context, nodes, name, [self._own(a) for a in args])
 
@@ -275,13 +276,11 @@ class Walk:
             return nodes_of.filled(nodes[0], "", value)
         if isinstance(value, tuple) and value[0] == "pieces":
             _, x, size, dim = value
-            if isinstance(x, rows.Rows):
-                return x.moved([p.split(size)[m.args[1]] for p, m in zip(x.pairs, nodes)])  # type: ignore[index]
-            extent = len(x.positions[0]) if isinstance(x, rows.Order) else x.local[dim]
+            if not isinstance(x, Part):
+                return routed.item(value, nodes)
+            extent = x.local[dim]
             if extent % size:
                 raise Unknown(f"{extent} in pieces of {size}")
-            if isinstance(x, rows.Order):
-                return x.piece(extent // size, [m.args[1] for m in nodes])  # type: ignore[misc]
             return collectives.piece(x, dim % len(x.dims), extent // size, [m.args[1] for m in nodes])
         return value[nodes[0].args[1]]
 
