@@ -325,7 +325,7 @@ class Compilation:
         progress.enter(f"{direction} codegen")
 
     def run_eagerly(self, gm: fx.GraphModule, inputs: Sequence[Any], side: str) -> Callable:
-        with self._progress(), dynamo.alone():
+        with self._progress(), dynamo.alone(), without_collection():  # a backward is compiled when it is first called
             self.finish_side(gm, side)
         hand_over = turns.insert if self.takes_turns else None
         if self.late is not None and side == "backward":
@@ -336,7 +336,7 @@ class Compilation:
 
     def run_inductor(self, gm: fx.GraphModule, inputs: Sequence[Any], compile: Callable, **kwargs: Any) -> Any:
         side = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
-        with self._progress(), without_collection():  # a backward is compiled when it is first called
+        with self._progress(), without_collection():
             with dynamo.alone():
                 self.finish_side(gm, side)
             if recorder.is_modelling():
