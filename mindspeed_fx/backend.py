@@ -18,7 +18,7 @@ import torch.fx as fx
 
 from mindspeed_fx import host_heap
 from mindspeed_fx.capture import CaptureError, capture, explain_unread, isolate, keeps_writes
-from mindspeed_fx.compat import bisector, distributed, dynamo, fx_graph, graph_inputs, inductor_cache, npu
+from mindspeed_fx.compat import bisector, distributed, dynamo, fake, fx_graph, graph_inputs, inductor_cache, npu
 from mindspeed_fx.compat import inductor as inductor_compat
 from mindspeed_fx.cost.hardware import detect
 from mindspeed_fx.cost.read import read
@@ -116,7 +116,7 @@ class Compilation:
 
     def compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         try:
-            with self._timed("compile"), self._progress(), without_collection():
+            with self._timed("compile"), self._progress(), without_collection(), fake.remembering_calls():
                 copy = graph_inputs.copy_dynamo_graph(gm)
                 compiled = self._compile(copy, inputs)
                 graph_inputs.drop_owner(copy)
@@ -325,7 +325,7 @@ class Compilation:
         progress.enter(f"{direction} codegen")
 
     def run_eagerly(self, gm: fx.GraphModule, inputs: Sequence[Any], side: str) -> Callable:
-        with self._progress(), dynamo.alone():
+        with self._progress(), dynamo.alone(), without_collection():  # a backward is compiled when it is first called
             self.finish_side(gm, side)
         hand_over = turns.insert if self.takes_turns else None
         if self.late is not None and side == "backward":
@@ -336,7 +336,7 @@ class Compilation:
 
     def run_inductor(self, gm: fx.GraphModule, inputs: Sequence[Any], compile: Callable, **kwargs: Any) -> Any:
         side = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
-        with self._progress(), without_collection():  # a backward is compiled when it is first called
+        with self._progress(), without_collection():
             with dynamo.alone():
                 self.finish_side(gm, side)
             if recorder.is_modelling():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Sequence
+import functools
+from typing import Any, Iterator, Sequence
+from unittest import mock
 
 import torch
 import torch.fx as fx
@@ -25,6 +27,43 @@ def fake_like(value: Any) -> Any:
 
     mode = next((v.fake_mode for v in pytree.tree_leaves(value) if isinstance(v, FakeTensor)), None)
     return mode if mode is not None else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def remembering_calls() -> Iterator[None]:
+    """Meanwhile fake modes remember what our operators and the collectives return, as they do of ATen's: layers that
+    are alike ask for the same again and again, and to work it out takes three times as long as to know it.
+
+    Torch trusts ATen's operators alone, since a fake of somebody else may be replaced; these are not. Left out is what
+    depends on more than its arguments: where an operator is told a group's name alone, the number of ranks.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    own = FakeTensorMode._validate_cache_key
+
+    @functools.wraps(own)
+    def validate(mode: Any, func: Any, args: Any, kwargs: Any) -> None:
+        if not (isinstance(func, torch._ops.OpOverload) and _depends_on_arguments_alone(func)):
+            own(mode, func, args, kwargs)
+
+    with mock.patch.object(FakeTensorMode, "_validate_cache_key", validate):
+        yield
+
+
+_COLLECTIVES = ("all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor", "wait_tensor")
+"""Functional collectives that are told how many ranks there are, or need not know it."""
+
+
+@functools.cache
+def _depends_on_arguments_alone(func: torch._ops.OpOverload) -> bool:
+    """Whether what an operator returns, the numbers aside, follows from its arguments."""
+    unfit = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+    schema = func._schema
+    if unfit & set(func.tags) or schema.is_mutable or any(r.alias_info for r in schema.returns):
+        return False
+    if func.namespace == "_c10d_functional":
+        return func._opname in _COLLECTIVES
+    return func.namespace == "mindspeed" and not any(a.name == "group" for a in schema.arguments)
 
 
 def is_fake(value: Any) -> bool:

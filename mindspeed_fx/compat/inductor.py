@@ -11,7 +11,7 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 import torch
 import torch.fx as fx
 
-from mindspeed_fx.compat import graph_inputs, inductor_cache
+from mindspeed_fx.compat import graph_inputs, inductor_cache, structured_trace
 from mindspeed_fx.errors import OptionError
 
 
@@ -224,7 +224,8 @@ def compile_without_codegen(
         decompositions=decompositions,
         keep_inference_input_mutations=keep_writes,
     )
-    return backend(gm, inputs)
+    with structured_trace.without_unread_graphs():
+        return backend(gm, inputs)
 
 
 def box_arguments(gm: fx.GraphModule) -> Callable:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+from typing import Iterator
+from unittest import mock
 
 
 def structured_tracing() -> bool:
@@ -25,3 +29,20 @@ def named_in_torch_logs() -> set[str]:
     """Names in ``TORCH_LOGS``, without their signs. torch keeps no list of them: a package's name turns on the logs of
     its modules, so that it cannot be told from the log which was named."""
     return {name.strip().lstrip("+-") for name in os.environ.get("TORCH_LOGS", "").split(",")} - {""}
+
+
+@contextlib.contextmanager
+def without_unread_graphs() -> Iterator[None]:
+    """Meanwhile AOTAutograd writes its graphs as text where a log or trace takes them, and not for nobody: of 64 layers
+    that is 0.9 s.
+    """
+    from torch._functorch._aot_autograd import graph_compile
+
+    silent = {"_log_joint_graph": None, "_log_fw_bw_graphs": (None, None)}  # what they return without a log
+    logs = [getattr(graph_compile, name, None) for name in ("aot_joint_log", "aot_graphs_log")]
+    is_read = structured_tracing() or any(log is None or log.isEnabledFor(logging.INFO) for log in logs)
+    with contextlib.ExitStack() as stack:
+        for name, result in () if is_read else silent.items():
+            if hasattr(graph_compile, name):
+                stack.enter_context(mock.patch.object(graph_compile, name, lambda *_, result=result: result))
+        yield

@@ -18,7 +18,9 @@ aten = torch.ops.aten
 def bodies(gm: fx.GraphModule) -> list[fx.GraphModule]:
     """Graphs that higher-order operators of ``gm`` run as part of the forward, in captured form (an autograd.Function's
     own backward is not one, nor is a function transform or a whole call)."""
-    results = []
+    results: list[fx.GraphModule] = []
+    if not holds_graphs(gm):
+        return results
     for node in gm.graph.nodes:
         if node.op == "call_function" and tracing.is_higher_order(node.target):
             graphs = [getattr(gm, str(a.target)) for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr"]
@@ -26,6 +28,11 @@ def bodies(gm: fx.GraphModule) -> list[fx.GraphModule]:
             graphs = graphs[:1] if tracing.is_autograd_function(node.target) else graphs
             results += [g for g in graphs if _is_captured(g) and not is_isolated_body(g)]
     return results
+
+
+def holds_graphs(gm: fx.GraphModule) -> bool:
+    """Whether an operator of ``gm`` can run a graph: most graphs hold none, which is known without reading them."""
+    return any(isinstance(module, fx.GraphModule) for module in gm.children())
 
 
 def _is_captured(gm: fx.GraphModule) -> bool:

@@ -9,6 +9,7 @@ import torch.distributed._functional_collectives  # noqa: F401  registers the op
 import torch.fx as fx
 
 from mindspeed_fx.graph import memoize
+from mindspeed_fx.graph.recompile import recompile
 from mindspeed_fx.graph.schema import argument
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -55,7 +56,7 @@ def rename_groups(gm: fx.GraphModule, names: Mapping[str, str]) -> None:
                 node.update_arg(i, names[node.args[i]])
             elif a.name in node.kwargs and node.kwargs[a.name] in names:
                 node.update_kwarg(a.name, names[node.kwargs[a.name]])
-    gm.recompile()
+    recompile(gm)
 
 
 def waits_of(start: fx.Node) -> list[fx.Node]:

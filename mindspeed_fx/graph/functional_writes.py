@@ -23,6 +23,7 @@ from mindspeed_fx.graph.op_sets import (
     may_alias,
     order_of,
 )
+from mindspeed_fx.graph.recompile import recompile
 from mindspeed_fx.graph.storage import aliased_input
 
 aten = torch.ops.aten
@@ -55,7 +56,7 @@ def make_writes_functional(gm: fx.GraphModule) -> None:
             for user in [u for u in old.users if order.get(u, -1) > order[node]]:
                 user.replace_input_with(old, new)
         gm.graph.erase_node(node)
-    gm.recompile()
+    recompile(gm)
 
 
 def _parts(node: fx.Node) -> list[fx.Node] | None:

@@ -1,11 +1,8 @@
-"""What a large graph must not pay for after every pass: its code written again, and collections of garbage that look
-through all of it.
-"""
+"""What a large graph must not pay for after every pass: its code written again."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
 from typing import Iterator
 
 import torch.fx as fx
@@ -34,16 +31,3 @@ def recompile(gm: fx.GraphModule) -> None:
         gm.meta[_STALE] = True
     else:
         gm.recompile()
-
-
-@contextlib.contextmanager
-def no_gc(when: bool) -> Iterator[None]:
-    """Without garbage collection, where ``when``: collections look through all of a large graph, again and again."""
-    if not when or not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()

@@ -13,6 +13,7 @@ from mindspeed_fx.graph.edit import drop_dead, release
 from mindspeed_fx.graph.layout import layout_is_free
 from mindspeed_fx.graph.match import hint, value
 from mindspeed_fx.graph.new_call import NewCall, call_meta
+from mindspeed_fx.graph.recompile import recompile
 
 aten = torch.ops.aten
 
@@ -99,4 +100,4 @@ def finish(gm: fx.GraphModule) -> None:
     drop_dead(gm)
     fake.refresh_values(gm)
     annotate(gm)
-    gm.recompile()
+    recompile(gm)

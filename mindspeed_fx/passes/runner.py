@@ -19,7 +19,7 @@ import torch.fx as fx
 
 from mindspeed_fx.compat import bisector, fake, fx_graph, tracing
 from mindspeed_fx.errors import OptionError, nearest
-from mindspeed_fx.graph.annotate import bodies
+from mindspeed_fx.graph.annotate import bodies, holds_graphs
 from mindspeed_fx.graph.recompile import defer_recompile
 from mindspeed_fx.options import Options
 from mindspeed_fx.passes.base import Context, Pass, registered
@@ -203,6 +203,8 @@ def _with_bodies(gm: fx.GraphModule) -> list[fx.GraphModule]:
     """``gm`` and the bodies of its checkpointed and wrapped regions. The forward of an opaque autograd.Function is left
     alone: its own backward reads what that forward saved."""
     results = [gm]
+    if not holds_graphs(gm):
+        return results
     for node in gm.graph.nodes:
         if node.op == "call_function" and tracing.is_autograd_function(node.target):
             return results + list(_wrap(gm))

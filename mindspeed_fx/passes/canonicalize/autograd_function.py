@@ -17,6 +17,7 @@ import torch.fx as fx
 from mindspeed_fx.capture.normalize import normalize
 from mindspeed_fx.compat import fake as fake_compat
 from mindspeed_fx.compat import tracing
+from mindspeed_fx.graph.recompile import recompile
 from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
 
 NAME = "canonicalize.autograd_function"
@@ -188,4 +189,4 @@ def _inline(gm: fx.GraphModule, node: fx.Node, forward: fx.GraphModule, operands
         user.replace_all_uses_with(outputs[user.args[1]])
         gm.graph.erase_node(user)
     gm.graph.erase_node(node)
-    gm.recompile()
+    recompile(gm)

@@ -20,6 +20,7 @@ from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.layout import strip_transpose
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.graph.op_sets import IDENTITIES, TRANSPOSES
+from mindspeed_fx.graph.recompile import recompile
 from mindspeed_fx.graph.storage import is_view, owner
 from mindspeed_fx.passes.base import Context, PassReport, Site, calls, register, rewrite_each, site
 from mindspeed_fx.passes.fusion.analysis.loss_head import acts_on_rows
@@ -52,7 +53,7 @@ def linear_cross_entropy_backward(gm: fx.GraphModule, context: Context) -> PassR
     rewrite_each(report, OPERATOR, nodes, lambda node: _match_gate(node, context) or _rewrite(gm, node))
     if report.rewrites:
         gm.graph.eliminate_dead_code()
-        gm.recompile()
+        recompile(gm)
     return report
 
 

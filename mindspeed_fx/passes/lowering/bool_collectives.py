@@ -11,6 +11,7 @@ import torch
 import torch.fx as fx
 
 from mindspeed_fx.graph.collectives import is_start, waits_of
+from mindspeed_fx.graph.recompile import recompile
 from mindspeed_fx.passes.base import Context, PassReport, register, site
 
 NAME = "lowering.bool_collectives"
@@ -39,7 +40,7 @@ def bool_collectives(gm: fx.GraphModule, context: Context) -> PassReport:
             wait.replace_all_uses_with(back, delete_user_cb=lambda user, back=back: user is not back)
         report.rewrites.append(site("uint8 for bool", node))
     if report.rewrites:
-        gm.recompile()
+        recompile(gm)
     return report
 
 

@@ -18,6 +18,7 @@ from mindspeed_fx.graph import rewrite
 from mindspeed_fx.graph.edit import drop_dead
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.graph.op_sets import order_of
+from mindspeed_fx.graph.recompile import recompile
 from mindspeed_fx.passes.base import Context, Outcome, PassReport, calls, register, rewrite_each, site
 
 NAME, OPERATOR = "lowering.joined_slices", "parts joined"
@@ -49,7 +50,7 @@ def joined_slices(gm: fx.GraphModule, context: Context) -> PassReport:
     if report.rewrites:
         drop_dead(gm)
         gm.graph.lint()
-        gm.recompile()
+        recompile(gm)
     return report
 
 

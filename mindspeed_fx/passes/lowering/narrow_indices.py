@@ -15,6 +15,7 @@ import torch.fx as fx
 from mindspeed_fx.compat import partitioner
 from mindspeed_fx.graph import rewrite
 from mindspeed_fx.graph.match import aten
+from mindspeed_fx.graph.recompile import recompile
 from mindspeed_fx.passes.base import Context, Outcome, PassReport, calls, register, rewrite_each, site
 
 NAME, OPERATOR = "lowering.narrow_indices", "int32 indices"
@@ -30,7 +31,7 @@ def narrow_indices(gm: fx.GraphModule, context: Context) -> PassReport:
         return report.note_reason("on npu alone, and where no code is generated")
     rewrite_each(report, OPERATOR, calls(gm, *MADE), lambda node: _rewrite(gm, node))
     if report.rewrites:
-        gm.recompile()
+        recompile(gm)
     return report
 
 

@@ -13,6 +13,7 @@ import torch.fx as fx
 from mindspeed_fx.compat import fake
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
+from mindspeed_fx.graph.recompile import recompile
 from mindspeed_fx.kernels.cpu import narrow_product
 from mindspeed_fx.passes.base import Context, Outcome, PassReport, calls, register, rewrite_each, site
 
@@ -29,7 +30,7 @@ def narrow_products(gm: fx.GraphModule, context: Context) -> PassReport:
         return report
     targets = (aten.mm.default, aten.addmm.default, aten.bmm.default)
     rewrite_each(report, OPERATOR, calls(gm, *targets), lambda node: _rewrite(gm, node))
-    gm.recompile()
+    recompile(gm)
     return report
 
 

@@ -13,6 +13,7 @@ import torch.fx as fx
 from mindspeed_fx.compat import dispatcher, fake
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
+from mindspeed_fx.graph.recompile import recompile
 from mindspeed_fx.kernels.cpu import weight_gradient
 from mindspeed_fx.passes.base import Context, Outcome, PassReport, calls, register, rewrite_each, site
 
@@ -28,7 +29,7 @@ def onednn(gm: fx.GraphModule, context: Context) -> PassReport:
     if context.options.target != "cpu" or not dispatcher.onednn_beats_blas():
         return report
     rewrite_each(report, OPERATOR, calls(gm, aten.mm.default), lambda node: _rewrite(gm, node))
-    gm.recompile()
+    recompile(gm)
     return report
 
 

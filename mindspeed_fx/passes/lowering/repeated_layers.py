@@ -15,6 +15,7 @@ import torch.fx as fx
 
 from mindspeed_fx.compat import fx_graph, inductor
 from mindspeed_fx.graph import op_sets, storage
+from mindspeed_fx.graph.recompile import recompile
 from mindspeed_fx.partition import repeats
 from mindspeed_fx.passes.base import Context, PassReport, register, site
 
@@ -38,7 +39,7 @@ def repeated_layers(gm: fx.GraphModule, context: Context) -> PassReport:
         share(gm, repeat, results)
         report.rewrites.append(site(f"{len(repeat.layers)} layers", first, [first]))
     gm.graph.lint()
-    gm.recompile()
+    recompile(gm)
     return report
 
 

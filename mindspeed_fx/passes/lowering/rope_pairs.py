@@ -15,6 +15,7 @@ import torch.fx as fx
 
 from mindspeed_fx.graph import rewrite
 from mindspeed_fx.graph.edit import is_pure
+from mindspeed_fx.graph.recompile import recompile
 from mindspeed_fx.kernels.rope_pair import rope_pair
 from mindspeed_fx.passes.base import Context, Outcome, PassReport, calls, register, rewrite_each, site
 
@@ -53,7 +54,7 @@ def rope_pairs(gm: fx.GraphModule, context: Context) -> PassReport:
     rewrite_each(report, OPERATOR, calls(gm, rope, backward), join)
     if report.rewrites:
         gm.graph.lint()
-        gm.recompile()
+        recompile(gm)
     return report
 
 

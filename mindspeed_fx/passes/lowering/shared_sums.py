@@ -13,6 +13,7 @@ import torch.fx as fx
 
 from mindspeed_fx.graph import rewrite
 from mindspeed_fx.graph.match import aten
+from mindspeed_fx.graph.recompile import recompile
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site
 
 NAME = "lowering.shared_sums"
@@ -37,5 +38,5 @@ def shared_sums(gm: fx.GraphModule, context: Context) -> PassReport:
         gm.graph.erase_node(node)
         report.rewrites.append(site("sum", copy, [node]))
     if report.rewrites:
-        gm.recompile()
+        recompile(gm)
     return report

@@ -14,6 +14,7 @@ simulated too, and the best schedule wins, with the peak memory of the graph as 
 from __future__ import annotations
 
 import operator
+from collections import Counter
 
 import torch
 import torch.fx as fx
@@ -86,11 +87,12 @@ def overlap_bucket(gm: fx.GraphModule, context: Context) -> PassReport:
             site(f"one step of {len(step.args[0])} parameters", step, [step]) for step in join_steps(gm)
         ]
         recompile(gm)
+    alike = Counter(c.key for c in candidates)
     for c in candidates:
         if c.task not in inside:
             alone = (
                 "no other collective of its kind, group and type is independent of it"
-                if not _partners(c, candidates)
+                if alike[c.key] == 1
                 else "the model finds no shorter step with it in a bucket"
             )
             report.skipped.append(skip(c.key[0], work.nodes[c.task], alone))
@@ -115,22 +117,22 @@ def choose(work: GraphTasks, candidates: list[Candidate], allowance: int) -> tup
             sizes.append(results)
     if not sizes:
         return [], "no two of them are small and independent of each other"
-    arg = simulate(graph)
-    limit = arg.peak + allowance
+    limit = simulate(graph).peak + allowance
+    merged = [(results, merge_buckets(graph, results)[0]) for results in sizes]
+    fitting = [(results, together, peak) for results, together in merged if (peak := simulate(together).peak) <= limit]
+    refused = len(sizes) - len(fitting)
+    over = f"{refused} sizes would raise peak memory over {limit / 2**20:.1f} MiB" if refused else ""
+    if not fitting:
+        return [], over
     effort = len(graph) if len(graph) > LARGE else max(4 * len(graph), min(16 * len(graph), 30_000))
     base = schedule(graph, allowance=allowance, work=effort).seconds
-    best, seconds, refused = [], base, 0
-    for results in sizes:
-        together, _ = merge_buckets(graph, results)
-        start = simulate(together)
-        if start.peak > limit:
-            refused += 1
-            continue
-        step = schedule(together, allowance=limit - start.peak, work=effort).seconds
+    best, seconds = [], base
+    for results, together, peak in fitting:
+        step = schedule(together, allowance=limit - peak, work=effort).seconds
         if step < seconds * (1 - 1e-6):
             best, seconds = results, step
     told = f"modelled step {base * 1e3:.3f} ms without buckets, {seconds * 1e3:.3f} ms with {len(best)}"
-    return best, told + (f"; {refused} sizes would raise peak memory over {limit / 2**20:.1f} MiB" if refused else "")
+    return best, "; ".join(filter(None, (told, over)))
 
 
 def _cap(candidates: list[Candidate]) -> int:
@@ -145,10 +147,6 @@ def _candidate(i: int, node: fx.Node, hardware) -> Candidate:
     value = node.meta.get("val")
     key = (kind(node), group_of(node), str(argument(node, "reduce_op")), str(getattr(value, "dtype", "")))
     return Candidate(i, key, moved_bytes(node), float(modelled.launch + modelled.alpha), float(modelled.beta))
-
-
-def _partners(c: Candidate, candidates: list[Candidate]) -> bool:
-    return any(o.key == c.key and o.task != c.task for o in candidates)
 
 
 def _coalesce(gm: fx.GraphModule, starts: list[fx.Node]) -> fx.Node:

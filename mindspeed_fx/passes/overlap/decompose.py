@@ -24,7 +24,6 @@ import torch
 import torch.fx as fx
 
 from mindspeed_fx.graph.collectives import is_start, kind
-from mindspeed_fx.graph.recompile import no_gc
 from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
 from mindspeed_fx.passes.overlap.chunking.chunk import compute_in_chunks
 from mindspeed_fx.passes.overlap.chunking.chunk_search import PARTS, Trials
@@ -55,8 +54,7 @@ def overlap_decompose(gm: fx.GraphModule, context: Context) -> PassReport:
         report.skipped += [skip(kind(n), n, why) for n in starts]
         return report
     large = len(gm.graph.nodes) > LARGE
-    with no_gc(large):
-        tried = Trials(gm, context, hardware)
+    tried = Trials(gm, context, hardware)
     context.overlap.limit = tried.limit
     full = tried.full()
     if full is not None:
@@ -64,8 +62,7 @@ def overlap_decompose(gm: fx.GraphModule, context: Context) -> PassReport:
         report.skipped += [skip(kind(n), n, full) for n in starts]
         return report.note_reason(f"modelled step {tried.plain.seconds * 1e3:.3f} ms whole; {full}")
     read = functools.cache(regions)  # of the graph as it is now
-    with no_gc(large):
-        result = best(tried, starts, read)
+    result = best(tried, starts, read)
     report.notes.append(tried.told)
     inside: set[fx.Node] = set()
     for region, parts in result.regions:
@@ -101,16 +98,15 @@ def _why(start: fx.Node, cuttable: set[fx.Node], read: Callable[[fx.Node, str], 
         return "the model finds no shorter step with it in chunks"
     if not has_static_sizes(start) or not has_static_sizes(start.args[0]):
         return "its sizes are known at run time only (dynamic shapes)"
-    grown = [r for reach in REACHES for r in read(start, reach)]
-    if grown:
-        shape = tuple(
-            (start.meta["val"] if kind(start) == "reduce_scatter_tensor" else start.args[0].meta["val"]).shape
-        )
-        return (
-            f"its shape {shape} has no dimension that {PARTS[0]} chunks divide evenly"
-            if not any(r.most_parts(PARTS) for r in grown)
-            else "its chunks would share nodes with another collective's"
-        )
+    is_grown = False
+    for region in (r for reach in REACHES for r in read(start, reach)):  # reading one takes long: the first that serves
+        is_grown = True
+        if region.most_parts(PARTS):
+            return "its chunks would share nodes with another collective's"
+    if is_grown:
+        whole = start if kind(start) == "reduce_scatter_tensor" else start.args[0]
+        shape = tuple(whole.meta["val"].shape)
+        return f"its shape {shape} has no dimension that {PARTS[0]} chunks divide evenly"
     other = {
         "all_gather_into_tensor": "no product of matrices reads its rows",
         "all_to_all_single": "no product of matrices works on its rows, or its splits are not equal",

@@ -14,12 +14,11 @@ import torch.fx as fx
 
 from mindspeed_fx.graph.collectives import is_start
 from mindspeed_fx.graph.match import value
-from mindspeed_fx.graph.recompile import no_gc, recompile
+from mindspeed_fx.graph.recompile import recompile
 from mindspeed_fx.graph.rewrite import insert
 from mindspeed_fx.passes.base import Context, PassReport, calls, register, site
 from mindspeed_fx.passes.overlap.chunking.chunk_spec import Draft, Put, dense
 from mindspeed_fx.passes.overlap.chunking.region import has_static_sizes
-from mindspeed_fx.passes.overlap.model.task_graph import LARGE
 
 NAME = "overlap.split"
 aten = torch.ops.aten
@@ -33,32 +32,25 @@ def overlap_split(gm: fx.GraphModule, context: Context) -> PassReport:
     report = PassReport(NAME)
     if not any(is_start(n) for n in gm.graph.nodes):
         return report.note_reason("no functional collectives")
-    large = len(gm.graph.nodes) > LARGE
-    draft = Draft(gm, {}) if large else None
+    draft = Draft(gm, {})
     products: dict[fx.Node, fx.Node] = {}  # a result of the one call -> the product that makes it
     gone: list[fx.Node] = []
-    with no_gc(large):
-        for node in calls(gm, torch.ops.mindspeed.linear_backward.default):
-            grad, x, weight, needed = node.args
-            if not needed[0] or not (needed[1] or needed[2]):
-                continue
-            put = (
-                draft
-                if draft is not None and all(map(has_static_sizes, (grad, x, weight)))
-                else functools.partial(insert, gm)
-            )
-            result = _products(put, node)
-            products |= {user: result[user.args[1]] for user in node.users if result[user.args[1]] is not None}
-            gone += [*node.users, node]
-            report.rewrites.append(site("two products", result[0], [node]))
-        output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
-        output.args = fx.map_arg(
-            output.args, lambda n: products.get(n, n)
-        )  # all at once: each change goes through all of its arguments
-        for old, new in products.items():
-            old.replace_all_uses_with(new)
-        for node in gone:
-            gm.graph.erase_node(node)
+    for node in calls(gm, torch.ops.mindspeed.linear_backward.default):
+        grad, x, weight, needed = node.args
+        if not needed[0] or not (needed[1] or needed[2]):
+            continue
+        put = draft if all(map(has_static_sizes, (grad, x, weight))) else functools.partial(insert, gm)
+        result = _products(put, node)
+        products |= {user: result[user.args[1]] for user in node.users if result[user.args[1]] is not None}
+        gone += [*node.users, node]
+        report.rewrites.append(site("two products", result[0], [node]))
+    output = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
+    # all at once: each change goes through all of its arguments
+    output.args = fx.map_arg(output.args, lambda n: products.get(n, n))
+    for old, new in products.items():
+        old.replace_all_uses_with(new)
+    for node in gone:
+        gm.graph.erase_node(node)
     recompile(gm)
     return report
 

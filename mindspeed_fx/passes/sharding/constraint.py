@@ -22,6 +22,7 @@ from mindspeed_fx.graph.annotate import bodies
 from mindspeed_fx.graph.functional_writes import make_writes_functional
 from mindspeed_fx.graph.op_sets import REARRANGEMENTS
 from mindspeed_fx.graph.provenance import module_path
+from mindspeed_fx.graph.recompile import recompile
 from mindspeed_fx.graph.schema import argument
 from mindspeed_fx.passes.base import Context, PassReport, register, site
 from mindspeed_fx.report.records import Skip
@@ -48,7 +49,7 @@ def place_edges(gm: fx.GraphModule, context: Context) -> PassReport:
     for graph in (gm, *bodies(gm)):  # an edge right behind a value that is filled later would place it unfilled
         make_writes_functional(graph)
     _Edges(gm, sharding, report).insert(parameters)
-    gm.recompile()
+    recompile(gm)
     return report
 
 
@@ -96,7 +97,7 @@ class _Edges:
                 result, self.constraints = self.constraints, {}
                 for body, inputs in operands(gm, node):
                     self._graph(body, {p: parameters[a] for p, a in inputs.items() if a in parameters})
-                    body.recompile()
+                    recompile(body)
                 self.constraints = result
                 continue
             self._operator(gm, node, parameters)

@@ -16,6 +16,7 @@ import torch.fx as fx
 
 from mindspeed_fx.compat import tracing
 from mindspeed_fx.graph.provenance import module_path
+from mindspeed_fx.graph.recompile import recompile
 from mindspeed_fx.passes.base import Context, PassReport, register, site
 from mindspeed_fx.passes.sharding.sorted_rows import choices, move_edges, weigh_before
 from mindspeed_fx.sharding.constraint import operands
@@ -41,7 +42,7 @@ def dispatch_tokens(gm: fx.GraphModule, context: Context) -> PassReport:
             move_edges(node)
             _rewrite(weigh_before(graph, node), report)
         graph.graph.eliminate_dead_code()
-        graph.recompile()
+        recompile(graph)
     if not report.rewrites and sharding.plan.is_of_stage and not _has_experts(gm, sharding):
         return report.note_reason("no parameter of this graph, a stage of a pipeline, is one of experts")
     if not report.rewrites and not sharding.sharding.reads_loops:

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mindspeed_fx import arguments
 from mindspeed_fx.errors import nearest
-from mindspeed_fx.graph.recompile import no_gc
+from mindspeed_fx.garbage import without_collection
 from mindspeed_fx.report import progress
 from mindspeed_fx.sharding.plan import ShardingError
 
@@ -103,7 +103,7 @@ def plan(
     limit = memory_of(memory, hw)
     settings["fixed"] = fixed
     # each collection walks over all objects of torch, a quarter of a second, and a search makes little garbage
-    with no_gc(True), progress.task("plan", ("model", "layouts", "programs", "integers")):
+    with without_collection(), progress.task("plan", ("model", "layouts", "programs", "integers")):
         progress.enter("model")
         problem = trace_model(model, args, kwargs or {}, fixed.get("pp", 0 if pipeline and devices > 1 else 1))
         outcome = branch_and_bound(problem, hw, devices, limit, keep=keep, **settings)

@@ -1,5 +1,7 @@
 """overlap.bucket: what can be one collective becomes one, nothing else does, and values stay bitwise the same."""
 
+import random
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +10,7 @@ import torch.distributed._functional_collectives as functional
 import mindspeed_fx
 from mindspeed_fx.passes.overlap.model.simulator import simulate
 from mindspeed_fx.passes.overlap.model.tasks import COMPUTE, Buffer, Task, TaskGraph
-from mindspeed_fx.passes.overlap.scheduler.buckets import Candidate, buckets, merge_buckets
+from mindspeed_fx.passes.overlap.scheduler.buckets import Candidate, acyclic, buckets, merge_buckets
 
 EAGER = {"codegen": "eager", "hardware": "h100", "overlap_memory": "1MiB"}
 
@@ -114,10 +116,31 @@ def test_dependent_collectives_never_share_a_bucket_and_circles_are_broken():
     # a1 before b1, b2 before a2: the bucket {a1, a2} would wait for {b1, b2} and the other way round
     tasks = [Task("a1", 1.0, "dp"), Task("b2", 1.0, "tp"), Task("b1", 1.0, "tp", (0,)), Task("a2", 1.0, "dp", (1,))]
     graph = TaskGraph(tasks)
-    from mindspeed_fx.passes.overlap.scheduler.buckets import acyclic
-
     pair = lambda i, j: [Candidate(i, "k", 1, 0.1, 0.1), Candidate(j, "k", 1, 0.1, 0.1)]
     assert acyclic(graph, [pair(0, 3), pair(1, 2)]) in ([pair(0, 3)], [pair(1, 2)])
+
+
+def is_acyclic(graph, chosen):
+    return len(merge_buckets(graph, chosen)[0]) == len(graph) - sum(len(b) - 1 for b in chosen)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_buckets_that_wait_for_each_other_give_way_from_the_last_on(seed):
+    dice = random.Random(seed)
+    tasks = [
+        Task(str(i), 1.0, "dp", tuple(sorted(dice.sample(range(i), min(i, dice.choice((0, 1, 2))))))) for i in range(24)
+    ]
+    graph, left, chosen = TaskGraph(tasks), list(range(24)), []
+    dice.shuffle(left)
+    for size in (2, 3, 2, 4, 2):
+        chosen.append([Candidate(i, "k", 1, 0.1, 0.1) for i in sorted(left[:size])])
+        left = left[size:]
+    kept = acyclic(graph, chosen)
+    assert is_acyclic(graph, kept) and [b for b in chosen if b in kept] == kept
+    dropped = sorted((b for b in chosen if b not in kept), key=lambda b: -b[-1].task)
+    for n in range(len(dropped)):  # each was in, or behind, a circle of what was there still
+        assert not is_acyclic(graph, [b for b in chosen if b in kept or b in dropped[n:]])
+    assert seed or dropped
 
 
 def test_merged_memory_is_that_of_the_bucket():

@@ -252,8 +252,8 @@ def test_large_graphs_are_worked_out_once(lone_world, monkeypatch):
     results = []
     for large in (False, True):
         if large:
-            for module in ("model.task_graph", "schedule", "split"):
-                monkeypatch.setattr(f"mindspeed_fx.passes.overlap.{module}.LARGE", 0)
+            monkeypatch.setattr("mindspeed_fx.passes.overlap.schedule.LARGE", 0)
+            monkeypatch.setattr("mindspeed_fx.passes.overlap.model.task_graph.SHARED", 0)
             monkeypatch.setattr("mindspeed_fx.passes.overlap.chunking.chunk_search.GAIN", 1.0)
             made, whole = [], task_graph.tasks_of
             monkeypatch.setattr(task_graph, "tasks_of", lambda gm, *a, **k: made.append(gm) or whole(gm, *a, **k))

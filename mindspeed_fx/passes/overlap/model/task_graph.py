@@ -17,13 +17,15 @@ import torch.fx as fx
 from mindspeed_fx.graph.collectives import group_of, is_start, is_wait, kind
 from mindspeed_fx.graph.liveness import Walk
 from mindspeed_fx.graph.op_sets import is_random
-from mindspeed_fx.graph.recompile import no_gc, recompile
+from mindspeed_fx.graph.recompile import recompile
 from mindspeed_fx.graph.storage import is_view
 from mindspeed_fx.passes.base import Context
 from mindspeed_fx.passes.overlap.model.tasks import COMPUTE, Buffer, Task, TaskGraph
 
 LARGE = 12_000
-"""Nodes from which passes hand on what they have worked out (benchmarks/results/2026-11-22-overlap_time.txt)."""
+"""Nodes from which passes hand on the order that they have found (benchmarks/results/2026-11-22-overlap_time.txt)."""
+SHARED = 3000
+"""Nodes from which they hand on tasks and prices: of fewer they are worked out in 0.05 s."""
 CostOf = Callable[[fx.Node], tuple[float, str]]
 """Seconds of a node, and the link it uses ("" for compute)."""
 
@@ -83,18 +85,18 @@ def tasks_of(gm: fx.GraphModule, cost: CostOf, *, owned: Callable[[fx.Node], boo
 def cached_tasks(
     gm: fx.GraphModule, context: Context | None, cost: Callable[[], CostOf], owned: Callable[[fx.Node], bool] | None
 ) -> GraphTasks:
-    """:func:`tasks_of`, once for all passes of this family where a graph is LARGE and has not changed between them.
+    """:func:`tasks_of`, once for all passes of this family where a graph of more than SHARED nodes has not changed
+    between them.
 
     Args:
         context: keeps the tasks for the next pass; None of a copy, which no other pass sees.
     """
-    if len(gm.graph.nodes) <= LARGE:
+    if len(gm.graph.nodes) <= SHARED:
         return tasks_of(gm, cost(), owned=owned)
     now = [(n, n.target, n.args, n.kwargs) for n in gm.graph.nodes]
     before, result = context.overlap.tasks if context is not None else (None, None)
     if before != now:
-        with no_gc(True):
-            result = tasks_of(gm, cost(), owned=owned)
+        result = tasks_of(gm, cost(), owned=owned)
     if context is not None:
         context.overlap.tasks = (now, result)
     return result

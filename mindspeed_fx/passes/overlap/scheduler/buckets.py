@@ -30,17 +30,18 @@ def buckets(graph: TaskGraph, candidates: Sequence[Candidate], cap: int) -> list
     above = _collectives_above(graph)
     bit = {i: 1 << n for n, i in enumerate(graph.transfers)}
     done: list[list[Candidate]] = []
-    open_: dict[Hashable, tuple[list[Candidate], int]] = {}
+    open_: dict[Hashable, tuple[list[Candidate], int, int]] = {}  # members, their bits, their bytes
     started: set[Hashable] = set()
     for c in sorted(candidates, key=lambda c: c.task):
-        members, mask = open_.get(c.key, ([], 0))
+        members, mask, size = open_.get(c.key, ([], 0, 0))
         room = cap // 4 if c.key not in started else cap
-        if members and (above[c.task] & mask or sum(m.bytes for m in members) + c.bytes > room):
+        if members and (above[c.task] & mask or size + c.bytes > room):
             done.append(members)
             started.add(c.key)
-            members, mask = [], 0
-        open_[c.key] = (members + [c], mask | bit[c.task])
-    done += [members for members, _ in open_.values()]
+            members, mask, size = [], 0, 0
+        members.append(c)
+        open_[c.key] = (members, mask | bit[c.task], size + c.bytes)
+    done += [members for members, _, _ in open_.values()]
     return acyclic(graph, sorted((b for b in done if len(b) > 1), key=lambda b: b[0].task))
 
 
@@ -108,20 +109,41 @@ def _topological_order(needs: dict[int, set[int]]) -> list[int]:
 
 def acyclic(graph: TaskGraph, chosen: list[list[Candidate]]) -> list[list[Candidate]]:
     """Without the buckets that would have to wait for each other; the later ones give way."""
-    kept: list[list[Candidate]] = list(chosen)
-    while kept:
-        home = list(range(len(graph)))
-        for bucket in kept:
-            for c in bucket:
-                home[c.task] = bucket[-1].task
-        needs: dict[int, set[int]] = {h: set() for h in home}
-        for i, t in enumerate(graph.tasks):
-            needs[home[i]] |= {home[n] for n in t.needs} - {home[i]}
-        stuck = set(needs) - set(_topological_order(needs))
-        if not stuck:
-            return kept
-        kept.remove(max((b for b in kept if b[-1].task in stuck), key=lambda b: b[-1].task))
-    return kept
+    home = list(range(len(graph)))
+    for bucket in chosen:
+        for c in bucket:
+            home[c.task] = bucket[-1].task
+    members: dict[int, list[int]] = {}
+    for i, h in enumerate(home):
+        members.setdefault(h, []).append(i)
+    missing = dict.fromkeys(members, 0)  # needs of a bucket, or of a task alone, that are not done
+    for i, task in enumerate(graph.tasks):
+        missing[home[i]] += sum(home[n] != home[i] for n in task.needs)
+    done: set[int] = set()
+
+    def run(ready: list[int]) -> None:
+        """Whatever can run once these can."""
+        while ready:
+            h = ready.pop()
+            done.update(members[h])
+            for u in (u for i in members[h] for u in graph.users[i] if home[u] != h):
+                missing[home[u]] -= 1
+                if not missing[home[u]]:
+                    ready.append(home[u])
+
+    run([h for h, m in missing.items() if not m])
+    dropped = set()
+    for bucket in sorted(chosen, key=lambda b: b[-1].task, reverse=True):
+        last = bucket[-1].task
+        if last in done:
+            continue
+        dropped.add(last)  # what is done stays done: without the bucket there is less to wait for
+        alone = members.pop(last)
+        for i in alone:
+            home[i], members[i] = i, [i]
+            missing[i] = sum(n not in done for n in graph.tasks[i].needs)
+        run([i for i in alone if not missing[i]])
+    return [b for b in chosen if b[-1].task not in dropped]
 
 
 def _collectives_above(graph: TaskGraph) -> list[int]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from typing import Iterator, Sequence
 
-from mindspeed_fx.graph.recompile import no_gc
 from mindspeed_fx.passes.overlap.model.simulator import Timeline, memory_curve, simulate
 from mindspeed_fx.passes.overlap.model.tasks import COMPUTE, Task, TaskGraph
 from mindspeed_fx.passes.overlap.scheduler.active_schedules import by_stretches
@@ -65,8 +64,7 @@ def schedule(graph: TaskGraph, *, allowance: int | None = 0, work: int | None = 
         work: how many tasks the search may place; at least one pass is made. Default: WORK, or ORDERS for each task
             where that is more.
     """
-    with no_gc(len(graph) > MANY):
-        return _schedule(graph, allowance, max(WORK, ORDERS * len(graph)) if work is None else work)
+    return _schedule(graph, allowance, max(WORK, ORDERS * len(graph)) if work is None else work)
 
 
 def _schedule(graph: TaskGraph, allowance: int | None, work: int) -> Timeline:

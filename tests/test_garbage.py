@@ -1,0 +1,66 @@
+"""The garbage collector while graphs are made: it does not look at them, and finds afterwards what they left."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+
+from mindspeed_fx.garbage import without_collection
+
+
+class Circle:
+    """Garbage that only the collector frees."""
+
+    def __init__(self):
+        self.me = self
+
+
+@pytest.fixture
+def collections():
+    """Generations that were collected, in order."""
+    seen = []
+    note = lambda phase, info: seen.append(info["generation"]) if phase == "start" else None
+    gc.callbacks.append(note)
+    yield seen
+    gc.callbacks.remove(note)
+
+
+@pytest.fixture
+def unfrozen():
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    yield
+    if frozen:
+        gc.freeze()
+
+
+def test_what_was_made_meanwhile_is_old_and_is_freed_by_a_full_collection(collections, unfrozen):
+    with without_collection():
+        kept = [[] for _ in range(10_000)]
+        left = weakref.ref(Circle())
+    young = gc.get_objects(generation=0)
+    assert collections == [] and not any(o is kept[0] for o in young)
+    gc.collect(1)
+    assert left() is not None
+    gc.collect()
+    assert left() is None and gc.isenabled()
+
+
+def test_frozen_objects_stay_frozen(unfrozen):
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with without_collection():
+        pass
+    assert gc.get_freeze_count() == frozen > 0
+
+
+def test_a_collector_that_is_off_stays_off():
+    gc.disable()
+    try:
+        with without_collection():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
