@@ -6,6 +6,7 @@ import contextlib
 import functools
 import operator
 from typing import Any, Callable, Iterator
+from unittest import mock
 
 import sympy
 import torch
@@ -27,6 +28,28 @@ def size_expression(size: Any) -> Any:
         return size
     expression = size.node.expr
     return int(expression) if expression.is_number else expression
+
+
+@contextlib.contextmanager
+def equal_sizes_once() -> Iterator[None]:
+    """Meanwhile a symbolic size that is computed again while ``make_fx`` records is what was computed first. A DTensor
+    makes sizes and strides of the whole from those of its part, and back, for every operator: a recorder that works out
+    such a chain when its end is needed calls itself once for each link, and a layer of torch.nn is enough to reach
+    Python's limit.
+    """
+    from torch.fx.experimental import proxy_tensor
+
+    own = proxy_tensor.ProxyTorchDispatchMode.__sym_dispatch__
+
+    @functools.wraps(own)
+    def dispatch(mode: Any, *arguments: Any) -> Any:
+        out = own(mode, *arguments)
+        if not isinstance(out, torch.SymInt) or out.node.is_nested_int():
+            return out
+        return vars(mode).setdefault("_mindspeed_fx_sizes", {}).setdefault(out.node.expr, out)
+
+    with mock.patch.object(proxy_tensor.ProxyTorchDispatchMode, "__sym_dispatch__", dispatch):
+        yield
 
 
 def symbol_hints(size: torch.SymInt) -> dict[sympy.Symbol, int]:

@@ -15,7 +15,7 @@ from typing import Any, Callable, Iterator, Sequence
 import torch
 import torch.fx as fx
 
-from mindspeed_fx.compat import distributed, fx_graph
+from mindspeed_fx.compat import distributed, fx_graph, symbols
 from mindspeed_fx.compat import tracing as tracing_compat
 from mindspeed_fx.errors import OptionError
 from mindspeed_fx.graph.annotate import bodies
@@ -243,7 +243,7 @@ def tracing(result: ParallelizedGraph | None) -> Iterator[None]:
     from mindspeed_fx.compat import dtensor
     from mindspeed_fx.sharding.spmd.program import differentiating
 
-    with dtensor.plain_tensors_as_replicated(), differentiating(lambda: result.program):
+    with dtensor.plain_tensors_as_replicated(), symbols.equal_sizes_once(), differentiating(lambda: result.program):
         yield
 
 

@@ -165,6 +165,25 @@ def test_collectives_are_those_of_fixed_sizes(kind, mesh, plan, compiled, collec
     assert counts[0] == counts[1] and counts[0]
 
 
+class SequenceFirst(torch.nn.Module):
+    """[sequence, batch, width] between its ends: strides are of the divided batch, and so of symbols."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(64, 8)
+        self.attention = torch.nn.MultiheadAttention(8, 2)
+
+    def forward(self, ids, labels):
+        x = self.embed(ids).transpose(0, 1)
+        logits = self.attention(x, x, x, need_weights=False)[0].transpose(0, 1)
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten() % 8)
+
+
+def test_long_chains_of_sizes_are_recorded(compiled):
+    """A size that is doubled for the whole and halved for the part, again and again, is one size."""
+    compiled(SequenceFirst(), {"dp": 2}, "zero2")(*dynamic_ranks.batch(4, 16)).backward()
+
+
 @pytest.mark.slow
 def test_a_window_over_a_divided_sequence_stays_whole(compiled, capfd):
     compiled(Masked(sliding_window), {"cp": 2}, "ring")(*dynamic_ranks.batch(4, 16)).backward()
