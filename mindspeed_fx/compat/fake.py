@@ -106,7 +106,7 @@ def refresh_values(gm: fx.GraphModule) -> None:
                 continue
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
             # Without Python's dispatcher some operators (constant_pad_nd) take no symbol for a size.
-            python = enable_python_dispatcher() if _has_symbols([*args, old]) else contextlib.nullcontext()
+            python = enable_python_dispatcher() if has_symbols([*args, old]) else contextlib.nullcontext()
             with fake_like(old), torch.no_grad(), python:
                 new = node.target(*args, **kwargs)
             if new.stride() != old.stride() or new.dtype != old.dtype or node.meta.pop("fresh", False):
@@ -114,7 +114,7 @@ def refresh_values(gm: fx.GraphModule) -> None:
                 stale.add(node)
 
 
-def _has_symbols(values: Any) -> bool:
+def has_symbols(values: Any) -> bool:
     """Whether some of the sizes, or of the tensors' sizes, are symbols."""
     leaves = pytree.tree_leaves(values)
     shapes = [v.shape for v in leaves if isinstance(v, torch.Tensor)]

@@ -77,7 +77,7 @@ def _refusal(group: Sequence[fx.Node]) -> str | None:
     if len({match.value(w).dtype for w in weights}) > 1 or any(match.value(w).dim() != 2 for w in weights):
         shown = ", ".join(f"{match.value(w).dtype} {tuple(match.value(w).shape)}" for w in weights)
         return f"the weights are {shown}; matrices of one type can be joined".replace("torch.", "")
-    if any(_symbolic(match.value(w)) for w in weights):
+    if any(fake.has_symbols(match.value(w)) for w in weights):
         return "a weight's size changes from call to call"
     if any(b is None for b in biases) != all(b is None for b in biases):
         return "some have a bias and some none"
@@ -96,7 +96,7 @@ def _refusal(group: Sequence[fx.Node]) -> str | None:
         y = match.value(node)
         part = (
             torch.empty((*y.shape[:-1], total), dtype=y.dtype, device="meta")[..., offset : offset + y.shape[-1]]
-            if not _symbolic(y)
+            if not fake.has_symbols(y)
             else None
         )
         offset += y.shape[-1]
@@ -107,10 +107,6 @@ def _refusal(group: Sequence[fx.Node]) -> str | None:
                 "result would be copied for it"
             )
     return None
-
-
-def _symbolic(y: torch.Tensor) -> bool:
-    return any(not isinstance(s, int) for s in y.shape)
 
 
 def _takes(user: fx.Node, part: torch.Tensor | None) -> bool:

@@ -13,7 +13,7 @@ from mindspeed_fx.kernels.base import accumulation_dtype
 from mindspeed_fx.sharding.plan import ShardingError
 from mindspeed_fx.sharding.spmd import aten_rules, ring
 from mindspeed_fx.sharding.spmd.kept_whole import keep_whole
-from mindspeed_fx.sharding.spmd.parts import run_whole, sum_partials
+from mindspeed_fx.sharding.spmd.parts import run_whole, sum_partials, whole
 from mindspeed_fx.sharding.spmd.redistribute import placed_at
 
 aten = torch.ops.aten
@@ -177,11 +177,6 @@ def locally(target: Any) -> Any:
 
     at = 1 if target is aten.topk.default else 0
     return run
-
-
-def whole(x: torch.Tensor, like: DTensor) -> DTensor:
-    """A plain tensor that every rank holds alike, as a DTensor on the mesh of ``like``."""
-    return DTensor.from_local(x, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
 
 
 def attention(

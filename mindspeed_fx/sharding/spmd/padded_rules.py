@@ -26,9 +26,9 @@ from mindspeed_fx.sharding.spmd import (
     aten_rules,
     draws,
     kept_whole,
-    operators,
     packed,
     padded_attention,
+    parts,
     token_dispatch,
 )
 from mindspeed_fx.sharding.spmd import padded_losses as sums
@@ -157,8 +157,7 @@ def _dropout(called: Called, node: fx.Node, target: Any, args: tuple, kwargs: di
         return x
     if p == 1:
         return wrap(x.stored * 0, x.dims)
-    ones = operators.whole(draws.empty_whole(x.stored, x.shape).fill_(1), x.stored)
-    return wrap(x.stored * broadcast(called(target, (ones, p, True), {}), x.dims), x.dims)
+    return wrap(x.stored * broadcast(parts.whole(draws.kept(x.stored, p, x.shape), x.stored), x.dims), x.dims)
 
 
 def _stored_by(rows: Sequence[tuple[Sequence[Any], Sequence[Any]]], tensors: Sequence[Any]) -> Any:

@@ -117,6 +117,11 @@ def _is_even(tensors: Sequence[DTensor], chosen: Sequence[Any], mesh: Any) -> bo
     return True
 
 
+def whole(x: torch.Tensor, like: DTensor) -> DTensor:
+    """A plain tensor that every rank holds alike, as a DTensor on the mesh of ``like``."""
+    return DTensor.from_local(x, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+
+
 def sum_partials(x: DTensor) -> DTensor:
     """``x`` without partial sums; its gradient is whole where ``x`` was partial."""
     return summed_at(x, [Replicate() if p.is_partial() else p for p in x.placements])

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from mindspeed_fx.compat import dtensor
 from mindspeed_fx.kernels.base import accumulation_dtype
 from mindspeed_fx.kernels.linear_logsumexp import ELSEWHERE, IGNORED, INVALID
-from mindspeed_fx.sharding.spmd.operators import whole
+from mindspeed_fx.sharding.spmd.parts import whole
 
 
 def divided_mesh_dims(x: DTensor, dim: int) -> list[int]:
