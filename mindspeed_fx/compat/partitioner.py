@@ -34,6 +34,7 @@ def partition(
             dropped.
     """
     import torch._functorch.partitioners as partitioners
+    import torch._inductor.config as inductor_config
     from torch._functorch import compile_utils
 
     own = partitioners.choose_saved_values_set
@@ -43,9 +44,12 @@ def partition(
         chosen = choose(graph, info)
         return own(graph, info, **settings) if chosen is None else chosen
 
-    budget = {} if memory_budget is None else {"activation_memory_budget": float(memory_budget)}
+    settings: dict[str, Any] = {} if memory_budget is None else {"activation_memory_budget": float(memory_budget)}
+    # Torch's generators for checkpointed regions on cuda are seeded once, when the function first runs: later draws
+    # would follow neither torch.manual_seed nor a checkpoint's random state. CUDA graphs can do with nothing else.
+    settings["graphsafe_rng_functionalization"] = inductor_config.triton.cudagraphs
     with (
-        functorch_config.patch(**budget),
+        functorch_config.patch(**settings),
         mock.patch.object(partitioners, "choose_saved_values_set", decide),
         mock.patch.object(compile_utils, "rand_ops", _Drawing()),
     ):

@@ -9,6 +9,8 @@ import time
 import traceback
 import warnings
 
+import torch
+
 from tests import forks
 
 from .generate import generate
@@ -24,7 +26,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--show", action="store_true", help="print the program of --seed as a script and run nothing")
     parser.add_argument("--no-shrink", action="store_true", help="print failures as they are")
     parser.add_argument("--shrink-seconds", type=float, default=90.0)
+    parser.add_argument("--device", default="cpu", help="where programs run")
     options = parser.parse_args(arguments)
+    torch.set_default_device(None if options.device == "cpu" else options.device)
     if options.show:
         print(script(generate(options.seed, options.codegen)))
         return 0

@@ -51,7 +51,7 @@ class Rounded(TorchDispatchMode):
 
     def __init__(self, unit: float, seed: int):
         super().__init__()
-        self.unit, self.generator = unit, torch.Generator().manual_seed(seed)
+        self.unit, self.generator = unit, torch.Generator("cpu").manual_seed(seed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func._opname not in EXACT:
@@ -67,8 +67,8 @@ class Rounded(TorchDispatchMode):
     def _of_tensor(self, x: torch.Tensor, unit: float) -> torch.Tensor:
         if not x.is_floating_point():
             return x
-        part = 2 * torch.rand(x.shape, generator=self.generator, dtype=torch.float64) - 1
-        return x * (1 + unit * part).to(x.dtype)
+        part = 2 * torch.rand(x.shape, generator=self.generator, dtype=torch.float64, device="cpu") - 1
+        return x * (1 + unit * part).to(x)
 
 
 def terms_added(name: str, args: tuple) -> int:

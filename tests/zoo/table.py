@@ -22,6 +22,7 @@ import warnings
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 
 from tests.zoo.step import OPTIONS, PASSES, Row, check, in_bfloat16
 
@@ -104,7 +105,9 @@ def _is_complete(row: str) -> bool:
     return all(int(fused) >= int(sites) for fused, sites in re.findall(r"\| (\d+)/(\d+) ", row))
 
 
-def one(name: str, sources: dict[str, str], narrow: bool, seconds: int = SECONDS) -> Row | tuple[str, str]:
+def one(
+    name: str, sources: dict[str, str], narrow: bool, device: str = "cpu", seconds: int = SECONDS
+) -> Row | tuple[str, str]:
     """The row of one architecture; ("unbuilt" or "failed", why) without one."""
     from tests.zoo import architectures, modalities, others
 
@@ -113,6 +116,7 @@ def one(name: str, sources: dict[str, str], narrow: bool, seconds: int = SECONDS
     signal.alarm(seconds)
     try:
         model, inputs = architectures.made(name, sources)
+        model, inputs = model.to(device), pytree.tree_map_only(torch.Tensor, lambda x: x.to(device), inputs)
         model(**inputs).loss.backward()
     except Exception as error:  # noqa: BLE001  any reason at all: the model is not ours
         signal.alarm(0)
@@ -184,6 +188,7 @@ def main() -> None:
     parser.add_argument("--update", action="store_true", help="keep the rows of --write's file that are not run")
     parser.add_argument("--narrow", action="store_true", help="also run each in bfloat16")
     parser.add_argument("--jobs", type=int, default=1, help="processes, each of one thread when there are several")
+    parser.add_argument("--device", default="cpu", help="where the models run, which are also made on cpu")
     parser.add_argument(
         "--from",
         dest="sources",
@@ -205,7 +210,9 @@ def main() -> None:
         else _Here() as pool
     ):
         names = args.architectures or architectures.every(sources)
-        for name, made in zip(names, pool.map(one, names, [sources] * len(names), [args.narrow] * len(names))):
+        for name, made in zip(
+            names, pool.map(one, names, *([of_all] * len(names) for of_all in (sources, args.narrow, args.device)))
+        ):
             for known in (table, unbuilt, failed):
                 known.pop(name, None)
             if isinstance(made, Row):

@@ -1,0 +1,186 @@
+"""Values and times of one problem: every rival on the same tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from typing import Any, Callable
+
+import torch
+
+from . import products, rows, sequences
+from .problem import Function, Problem, size
+
+OURS = "mindspeed"
+OWN = "own kernels"
+"""Ours where Inductor generates nothing (codegen="eager"): every fused operator is a launch of its own."""
+KERNELS = {**rows.PROBLEMS, **sequences.PROBLEMS, **products.PROBLEMS}
+
+
+def problem_of(name: str, device: str, elements: int) -> Problem:
+    torch.manual_seed(0)
+    return KERNELS[name](device, elements) if name in rows.PROBLEMS else KERNELS[name](device)
+
+
+def rivals_of(problem: Problem, device: str) -> dict[str, Function]:
+    """Every rival's forward, ours first."""
+    options = problem.options | ({"target": "cuda"} if device == "cpu" else {})
+    results = {
+        OURS: torch.compile(problem.define, backend="mindspeed", dynamic=False, options=options),
+        OWN: torch.compile(problem.define, backend="mindspeed", dynamic=False, options=options | {"codegen": "eager"}),
+        "inductor": torch.compile(problem.define, dynamic=False),
+        "eager": problem.define,
+    }
+    return {n: f for n, f in results.items() if n not in problem.without} | problem.rivals
+
+
+def _results(value: Any) -> list[torch.Tensor]:
+    return list(value) if isinstance(value, (tuple, list)) else [value]
+
+
+class Rival:
+    """Forward and backward of one function on leaves of its own."""
+
+    def __init__(self, forward: Function, problem: Problem, cotangents: list[torch.Tensor]):
+        self.forward, self.others, self.cotangents = forward, problem.others, cotangents
+        self.leaves = [x.detach().clone(memory_format=torch.preserve_format).requires_grad_() for x in problem.leaves]
+
+    def run(self, meter: Callable[[Callable], tuple[float, Any]]) -> tuple[float, float, list[torch.Tensor]]:
+        """Seconds of both directions, and the results and gradients."""
+        forward, out = meter(lambda: _results(self.forward(*self.leaves, *self.others)))
+        cotangents = [c.to(o.dtype) for c, o in zip(self.cotangents, out, strict=True)]
+        backward, gradients = meter(lambda: torch.autograd.grad(out, self.leaves, cotangents))
+        return forward, backward, [*(o.detach() for o in out), *gradients]
+
+
+def cotangents_of(problem: Problem) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return [torch.randn_like(o) for o in _results(problem.define(*problem.leaves, *problem.others))]
+
+
+class Kernel:
+    """One problem of the kernels: compiled and compared once, then timed."""
+
+    def __init__(self, name: str, device: str, elements: int):
+        self.problem, self.device, self.elements = problem_of(name, device, elements), device, elements
+        self.functions = rivals_of(self.problem, device)
+        self.cotangents = cotangents_of(self.problem)
+        self.work = self.problem.moved, self.problem.flop
+
+    def values(self) -> dict[str, float | str]:
+        """Rival -> largest relative distance of a result or gradient from the reference; "failed: ..." where it has
+        none. What begins with a rival's name and "launches" is the kernels that were chosen for our fused operators.
+        """
+        from mindspeed_fx.report import recorder
+
+        problem = self.problem
+        exact = Problem(
+            problem.define,
+            [x.to(problem.exact) for x in problem.leaves],
+            [x.to(problem.exact) if x.is_floating_point() else x for x in problem.others],
+        )
+        want = [x.cpu() for x in Rival(problem.define, exact, self.cotangents).run(_untimed)[2]]
+        result: dict[str, float | str] = {}
+        for rival, forward in list(self.functions.items()):
+            try:
+                with recorder.collecting() as records:
+                    have = Rival(forward, problem, self.cotangents).run(_untimed)[2]
+            except Exception as error:  # noqa: BLE001  a rival's limits are told
+                result[rival] = f"failed: {told(error)}"
+                del self.functions[rival]
+                continue
+            result[rival] = max(
+                ((h.cpu().to(w.dtype) - w).norm() / w.norm().clamp_min(1e-30)).item()
+                for h, w in zip(have, want, strict=True)
+            )
+            if kernels := {row["kernel"] for record in records for row in record.lowered}:
+                result[f"{rival} launches"] = "; ".join(sorted(kernels))
+        self._move("cpu")
+        return result
+
+    def times(self, rounds: int) -> dict[str, dict[str, float]]:
+        """Rival -> median milliseconds of the forward and of the backward, and MiB at the peak of both."""
+        self._move(self.device)
+        meter = Meter(self.device, self.elements)
+        ready = {rival: Rival(f, self.problem, self.cotangents) for rival, f in self.functions.items()}
+        for rival in ready.values():
+            rival.run(meter)
+            rival.run(meter)
+        seconds: dict[str, list[tuple[float, float]]] = {rival: [] for rival in ready}
+        peaks = {}
+        for _ in range(rounds):
+            for rival, run in ready.items():
+                with Peak(meter.cuda) as peak:
+                    seconds[rival].append(run.run(meter)[:2])
+                peaks[rival] = peak.mib
+        self._move("cpu")
+        return {
+            rival: dict(
+                zip(("forward", "backward"), (1e3 * statistics.median(c) for c in zip(*both))), MiB=peaks[rival]
+            )
+            for rival, both in seconds.items()
+        }
+
+    def _move(self, device: str) -> None:
+        moved = {name: [x.to(device) for x in getattr(self.problem, name)] for name in ("leaves", "others")}
+        self.problem = dataclasses.replace(self.problem, **moved)
+        self.cotangents = [x.to(device) for x in self.cotangents]
+
+
+def _untimed(call: Callable[[], Any]) -> tuple[float, Any]:
+    return 0.0, call()
+
+
+def told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or ['-'])[0][:150]}"
+
+
+class Peak:
+    """MiB allocated at the peak of what runs in it, beyond what was before."""
+
+    def __init__(self, cuda: bool):
+        self.cuda, self.mib = cuda, 0.0
+
+    def __enter__(self) -> Peak:
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+            self.before = torch.cuda.memory_allocated()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.cuda:
+            self.mib = (torch.cuda.max_memory_allocated() - self.before) / 2**20
+
+
+class Meter:
+    """Seconds of one call on ``device``."""
+
+    def __init__(self, device: str, elements: int):
+        self.cuda = device == "cuda"
+        self.source = torch.empty(8 * elements, dtype=torch.bfloat16, device=device)
+        self.sink = torch.empty_like(self.source)
+
+    def __call__(self, call: Callable[[], Any]) -> tuple[float, Any]:
+        if not self.cuda:
+            start = time.perf_counter()
+            result = call()
+            return time.perf_counter() - start, result
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.sink.copy_(self.source)
+        start.record()
+        result = call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3, result
+
+    def copy_bandwidth(self) -> float:
+        """Bytes per second of a copy, read and written."""
+        times = [self(lambda: self.sink.copy_(self.source))[0] for _ in range(10)]
+        return 2 * size(self.source) / statistics.median(times)
+
+    def product_rate(self) -> float:
+        """FLOP per second of a large product of bfloat16."""
+        n = 8192 if self.cuda else 256
+        a, b = (torch.randn(n, n, device=self.source.device).to(torch.bfloat16) for _ in range(2))
+        return 2 * n**3 / statistics.median([self(lambda: a @ b)[0] for _ in range(10)])
