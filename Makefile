@@ -12,7 +12,7 @@ MAKEFLAGS += -j
 # Where the environment forbids byte code every process would compile torch's sources anew: 17 s of imports in place of 7.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: train train-hf lint test test-slow test-npu test-suites test-versions fuzz scenarios docs clean
+.PHONY: train train-hf lint bench-gpu test test-slow test-npu test-suites test-versions fuzz scenarios docs clean
 
 train: $(VENV)/ready
 	$(RUN) examples/pretrain_gpt.py $(ARGS)
@@ -39,6 +39,11 @@ test-slow: $(VENV)/ready $(TRITON)/ready $(TOOLCHAIN)/ready
 
 test-npu: $(VENV)/ready $(TOOLCHAIN)/ready
 	$(SETTINGS) $(RUN) -m pytest $(SPREAD) -m "npu and not slow" $(ARGS)
+
+# Every kernel and whole model on a CUDA device beside eager PyTorch, Inductor and, where they are installed, Liger's, by
+# the Python that has the device's torch: make bench-gpu PYTHON=python3. What was measured is not measured again.
+bench-gpu:
+	$(PYTHON) -m benchmarks.gpu $(ARGS)
 
 # Programs at random against eager PyTorch, until the time is over.
 MINUTES ?= 10

@@ -1,7 +1,9 @@
 """Every Triton kernel and whole model on a CUDA device beside eager PyTorch, Inductor, torch's own fused operators and,
 where installed, Liger (liger-kernel).
 
-    python -m benchmarks.gpu [--out build/bench_gpu.jsonl] [--only GLOB] [--processes 16] [--seconds 240] [--rounds 20]
+    make bench-gpu
+    python -m benchmarks.gpu [--out build/bench_gpu.jsonl] [--only GLOB] [--processes 16] [--seconds 240]
+        [--rounds 20]
     TRITON_INTERPRET=1 python -m benchmarks.gpu --device cpu --elements 65536 --rounds 1 --only "rms_norm*"
         tries the script itself
 

@@ -37,7 +37,7 @@ def print_kernels(book: Book) -> None:
     ratios: dict[str, list[float]] = {}
     for name in KERNELS:
         errors, measured = book.done.get(("values", name), {}), book.done.get(("times", name), {})
-        moved, flop = book.done.get(("work", name), ((0, 0), (0, 0)))
+        moved, flop = book.done.get(("work", name)) or ((0, 0), (0, 0))
         for rival, error in errors.items():
             if isinstance(error, str):
                 print(f"{name:<26}{rival:<10} {error}")

@@ -54,6 +54,26 @@ def multiplies_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+@functools.cache
+def adds_narrow_products(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether ``torch.addmm(..., out_dtype=torch.float32)`` adds a product of 16-bit matrices to float32 ones in their
+    place, found out by doing so once. On cuda from torch 2.10 on; elsewhere nobody has it."""
+    if device.type != "cuda":
+        return False
+    x, into = torch.ones(16, 16, dtype=dtype, device=device), torch.ones(16, 16, device=device)
+    try:
+        torch.addmm(into, x.t(), x, out_dtype=torch.float32, alpha=0.5, out=into)
+    except (RuntimeError, TypeError):
+        return False
+    return bool((into == 9).all())
+
+
+def asserts_async(device: torch.device) -> bool:
+    """Whether ``torch._assert_async`` stops ``device`` without the host's waiting for it."""
+    key = {"cuda": "CUDA", "npu": "PrivateUse1"}.get(device.type)
+    return key is not None and has_kernel("aten::_assert_async.msg", key)
+
+
 def has_kernel(operator: str, key: str) -> bool:
     """Whether ``operator``, as in "aten::mm", has a kernel of its own for a dispatch key, as in "Meta"."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)

@@ -18,7 +18,7 @@ from torch import Tensor
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.cost.operators import SOFTMAX, Cost, as_product, once, size
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
-from mindspeed_fx.kernels.linear_cross_entropy_chunks import parts, run_in_chunks
+from mindspeed_fx.kernels.linear_cross_entropy_chunks import is_waited_for, parts, run_in_chunks
 from mindspeed_fx.kernels.linear_cross_entropy_work import CHUNK
 
 SETTINGS = "int ignore_index, float label_smoothing, float z_loss, float softcap"
@@ -113,8 +113,12 @@ def linear_cross_entropy_total(
     Returns:
         loss [], and gradients shaped as hidden, weight and bias, of size 0 where not needed.
     """
-    kept = (target != ignore_index).sum().item()
-    scale = 1.0 / max(kept, 1) if mean else 1.0
+    kept = (target != ignore_index).sum()
+    if is_waited_for(hidden.device):
+        kept = kept.item()
+        scale = 1.0 / max(kept, 1) if mean else 1.0
+    else:
+        scale = kept.clamp(min=1).to(accumulation_dtype(hidden.dtype)).reciprocal() if mean else 1.0
     losses, *grads = run_in_chunks(
         hidden, weight, bias, target, ignore_index, label_smoothing, z_loss, softcap, scale, needed
     )
@@ -309,11 +313,11 @@ def _tokens_backward_cost(
 
 
 linear_cross_entropy_total.parts = lambda hidden, weight, bias, target, ignored, s, z, cap, mean, needed: parts(
-    hidden, weight, False, s, z, cap, any(needed)
+    hidden, weight, False, s, z, cap, needed
 )
 linear_cross_entropy_tokens.parts = lambda hidden, weight, bias, target, ignored, s, z, cap: parts(
-    hidden, weight, False, s, z, cap, False
+    hidden, weight, False, s, z, cap, (False,) * 3
 )
 linear_cross_entropy_tokens_backward.parts = lambda grad, hidden, weight, bias, target, ignored, s, z, cap, needed: (
-    parts(hidden, weight, True, s, z, cap, any(needed))
+    parts(hidden, weight, True, s, z, cap, needed)
 )

@@ -12,11 +12,14 @@ from typing import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from mindspeed_fx.compat import fake
+from mindspeed_fx.compat import dispatcher, fake
 from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import accumulation_dtype
 from mindspeed_fx.kernels.cpu import narrow_product, weight_gradient
-from mindspeed_fx.kernels.linear_cross_entropy_work import BLOCK, full_chunk, onednn, work
+from mindspeed_fx.kernels.linear_cross_entropy_work import BLOCK, chunk_in_triton, onednn, work
+
+BLOCK_OF_DEVICE = 256 * 2**20
+"""Bytes of a product on an accelerator before it is added to the sum."""
 
 
 def run_in_chunks(
@@ -37,7 +40,7 @@ def run_in_chunks(
     Args:
         hidden: [tokens, hidden]; weight: [vocab, hidden]; bias: [vocab] or None.
         target: [tokens], int64.
-        upstream: [tokens], or one number for all.
+        upstream: [tokens], or one number for all, on an accelerator as a tensor [], which the host need not wait for.
         needed: which gradients to compute: of hidden, weight, bias.
         upstream_of: gives, from which tokens a chunk has and their losses, what their gradients are multiplied with.
 
@@ -55,12 +58,15 @@ def run_in_chunks(
     summed = like if is_one else wide
     dweight = torch.empty(weight.shape, dtype=summed, device=hidden.device) if needed[1] else None
     dbias = hidden.new_zeros(vocab, dtype=wide) if needed[2] else None
-    scale, per_token = (1.0, upstream) if isinstance(upstream, Tensor) else (upstream, None)
-    if chunk.rounds and per_token is None and hidden.dtype == torch.bfloat16:
-        scale, per_token = 1.0, hidden.new_full(target.shape, scale, dtype=wide)
+    scale, per_token, later = _factors(upstream, chunk.rounds and hidden.dtype == torch.bfloat16, target, wide)
+    if chunk.takes_ignored and not is_waited_for(hidden.device):
+        target = _mark_ignored(target, ignore_index, vocab)
+        places = slices(len(target), chunk.rows)
+    else:
+        places = _rows(target, ignore_index, vocab, chunk.rows)
     first = True
     with torch.autocast(hidden.device.type, enabled=False):  # what a caller's autocast would cast was cast before
-        for at in _rows(target, ignore_index, vocab, chunk.rows):
+        for at in places:
             x = hidden[at]
             d, losses[at] = chunk(x, target[at], None if per_token is None else per_token[at])
             if upstream_of is not None and d is not None:
@@ -74,7 +80,34 @@ def run_in_chunks(
             first = False
     if first and dweight is not None:
         dweight.zero_()  # every token is ignored
+    if later is not None:
+        dhidden, dweight, dbias = (None if g is None else g.mul_(later) for g in (dhidden, dweight, dbias))
     return losses, dhidden, dweight, dbias
+
+
+def is_waited_for(device: torch.device) -> bool:
+    """Whether the host may look at values of ``device``: elsewhere it queues work while the device computes."""
+    return device.type == "cpu"
+
+
+def _factors(
+    upstream: Tensor | float, rounds: bool, target: Tensor, wide: torch.dtype
+) -> tuple[float, Tensor | None, Tensor | None]:
+    """What gradients are multiplied with: a number when they are summed, a number for each token before they are
+    rounded, and a tensor [] in the end."""
+    if isinstance(upstream, Tensor) and upstream.dim():
+        return 1.0, upstream, None
+    if isinstance(upstream, Tensor):
+        return (1.0, upstream.expand(target.shape), None) if rounds else (1.0, None, upstream)
+    return (1.0, target.new_full(target.shape, upstream, dtype=wide), None) if rounds else (upstream, None, None)
+
+
+def _mark_ignored(target: Tensor, ignore_index: int, vocab: int) -> Tensor:
+    """``target`` with -1 where a token is ignored; what is no class stops the device. The host waits for nothing."""
+    kept = target != ignore_index
+    if dispatcher.asserts_async(target.device):
+        torch._assert_async(((target >= 0) & (target < vocab) | ~kept).all(), "Target is out of bounds.")
+    return target.where(kept, -1)
 
 
 def parts(
@@ -84,13 +117,14 @@ def parts(
     label_smoothing: float,
     z_loss: float,
     softcap: float,
-    gradients: bool,
+    needed: Sequence[bool],
 ) -> list[tuple[str, list]]:
     """The launch of a full chunk, for :attr:`mindspeed_fx.kernels.base.Operator.parts`."""
     if hidden.dtype not in triton.DTYPES:
         return []
     vocab = fake.hint(weight.shape[0])
-    rows = full_chunk(fake.hint(hidden.shape[0]), vocab, accumulation_dtype(hidden.dtype))
+    tokens, width = map(fake.hint, hidden.shape)
+    rows = chunk_in_triton(tokens, width, vocab, accumulation_dtype(hidden.dtype), needed[1])
     target, upstream = (
         hidden.new_empty(rows, dtype=torch.int64),
         hidden.new_empty(rows, dtype=torch.float32) if per_token else None,
@@ -98,7 +132,7 @@ def parts(
     return [
         (
             "linear_cross_entropy_chunk",
-            [hidden.new_empty(rows, vocab), target, upstream, label_smoothing, z_loss, softcap, gradients],
+            [hidden.new_empty(rows, vocab), target, upstream, label_smoothing, z_loss, softcap, any(needed)],
         )
     ]
 
@@ -118,10 +152,15 @@ def _rows(target: Tensor, ignore_index: int, vocab: int, rows: int) -> Iterator[
 def pieces(kept: Tensor, tokens: int, rows: int) -> Iterator[slice | Tensor]:
     """``kept`` [any], the numbers of some of ``tokens`` tokens in order, in pieces of at most ``rows`` and about equal
     size: slices where no token is left out."""
-    rows = -(-len(kept) // -(-len(kept) // rows))
-    for start in range(0, len(kept), rows):
-        stop = min(len(kept), start + rows)
-        yield slice(start, stop) if len(kept) == tokens else kept[start:stop]
+    for at in slices(len(kept), rows):
+        yield at if len(kept) == tokens else kept[at]
+
+
+def slices(tokens: int, rows: int) -> Iterator[slice]:
+    """So many tokens in pieces of at most ``rows`` and about equal size."""
+    step = -(-tokens // -(-tokens // rows)) if tokens else 1
+    for start in range(0, tokens, step):
+        yield slice(start, min(tokens, start + step))
 
 
 def times_weight(d: Tensor, weight: Tensor) -> Tensor:
@@ -150,7 +189,10 @@ def add_product(into: Tensor, d: Tensor, x: Tensor, scale: float, first: bool) -
             return
         torch.addmm(into, d.t(), x, beta=0 if first else 1, alpha=scale, out=into)
         return
-    step = max(1, BLOCK // max(1, x.shape[1] * d.itemsize))
+    if into.dtype == torch.float32 and dispatcher.adds_narrow_products(d.dtype, d.device):
+        torch.addmm(into, d.t(), x, out_dtype=torch.float32, beta=0 if first else 1, alpha=scale, out=into)
+        return
+    step = max(1, (BLOCK if d.device.type == "cpu" else BLOCK_OF_DEVICE) // max(1, x.shape[1] * d.itemsize))
     if first:
         into.zero_()
     for i in range(0, len(into), step):

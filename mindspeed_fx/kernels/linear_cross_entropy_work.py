@@ -28,6 +28,13 @@ BLOCK = 32 * 2**20
 faults.
 """
 
+LEAST = 1024
+"""Rows of a chunk on an accelerator at least: with fewer, reading the weight takes longer than multiplying with it."""
+
+SUMMED = 2
+"""16-bit logits of so many rows for each column of the hidden states take the memory of the weight's gradient in
+float32."""
+
 CACHED, ROWS = 8 * 2**20, 256
 """Bytes of a chunk that stays in the last cache, and rows from which on reading the weight once more does not show.
 Measured by benchmarks/whole_models.py: 8 MiB are faster than 4, 16 or 64 at a vocabulary of 8192."""
@@ -57,6 +64,9 @@ class Linear(abc.ABC):
 
     rows: int
     """Of a full chunk."""
+
+    takes_ignored = False
+    """Whether a chunk may have targets below zero: ignored tokens, whose losses and gradients are zero."""
 
     rounds = False
     """Whether gradients of logits are rounded to the 16 bits of the inputs once, after they are scaled."""
@@ -121,11 +131,22 @@ def in_triton(hidden: Tensor) -> str | None:
     return triton.unable(hidden.device)
 
 
+def chunk_in_triton(tokens: int, width: int, vocab: int, wide: torch.dtype, sums: bool) -> int:
+    """Rows of a full chunk. Where the gradient of the weight is summed over chunks, so many rows of 16-bit logits as
+    take the memory of that sum in float32; where these are all tokens, there is no sum.
+    """
+    return min(tokens, max(full_chunk(tokens, vocab, wide), SUMMED * width if sums else 0, LEAST))
+
+
 class InTriton(Linear):
+    takes_ignored = True
+
     def __init__(self, hidden: Tensor, *args):
         super().__init__(hidden, *args)
         self.kernel = triton.load(triton.PARTS["linear_cross_entropy_chunk"])
-        self.rows = full_chunk(hidden.shape[0], self.weight.shape[0], accumulation_dtype(hidden.dtype))
+        tokens, (vocab, width) = hidden.shape[0], self.weight.shape
+        self.rows = chunk_in_triton(tokens, width, vocab, accumulation_dtype(hidden.dtype), self.sums)
+        self.rounds = hidden.dtype == torch.bfloat16
         self.logits = self.buffer(self.rows, hidden.dtype)
 
     def __call__(self, x: Tensor, target: Tensor, upstream: Tensor | None) -> tuple[Tensor | None, Tensor]:

@@ -20,7 +20,9 @@ import sys
 import pytest
 import torch
 
+from mindspeed_fx.compat import dispatcher
 from mindspeed_fx.kernels import REGISTRY, triton
+from tests.kernels import loss_cases
 from tests.kernels import triton_cases as cases
 
 HERE = pathlib.Path(__file__).parent
@@ -121,13 +123,20 @@ def test_adamw_in_the_interpreter():
 
 
 @needs_triton
+def test_losses_in_chunks_that_nobody_waits_for():
+    found = worker("interpret")
+    assert len(found["loss_in_chunks"]) == 12 and all(d <= 1 for d in found["loss_in_chunks"].values()), found
+    assert all(found["loss_not_finite"])
+
+
+@needs_triton
 def test_regions_in_the_interpreter():
     assert all(d < 2e-6 for d in worker("interpret")["regions"].values()), worker("interpret")["regions"]
 
 
 def assert_lowered(found, codegen):
     ours = [k for k in found["kernels"] if ": triton, " in k]
-    left_to_codegen = ("rope", "swiglu") if codegen == "inductor" else ()
+    left_to_codegen = ("rms_norm", "rope", "swiglu") if codegen == "inductor" else ()
     assert len(found["kernels"]) == 8 and len(ours) == 8 - 2 * len(left_to_codegen), found
     assert not any(name in k for k in ours for name in left_to_codegen)
     assert found["error"] < 1e-5
@@ -248,6 +257,20 @@ def test_where_the_norm_is_rounded_on_cuda(weight):
         and shares["True-False"] < 0.9
         and shares["False-True"] < 0.9
     ), shares
+
+
+@cuda
+@pytest.mark.cuda
+def test_adamw_and_places_beyond_32_bits_on_cuda():
+    assert all(d <= 1 for d in cases.adamw("cuda").values()) and all(cases.far_apart("cuda"))
+
+
+@cuda
+@pytest.mark.cuda
+def test_losses_in_chunks_on_cuda():
+    distances = loss_cases.distances("cuda")
+    assert all(d <= 1 for d in distances.values()) and all(loss_cases.what_is_not_finite("cuda")), distances
+    assert dispatcher.adds_narrow_products(torch.bfloat16, torch.device("cuda"))
 
 
 @cuda

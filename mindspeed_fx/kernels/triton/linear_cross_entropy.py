@@ -51,6 +51,8 @@ def cross_entropy_chunk(
     for row in range(tl.program_id(0), count, tl.num_programs(0)):
         base = logits_ptr + tl.cast(row, tl.int64) * STRIDE
         target = tl.load(target_ptr + row)
+        kept = target >= 0
+        is_class = tl.where(kept, tl.where(target < V, 1, 0), 0)
         top = -3.4e38
         total = 0.0
         plain = 0.0
@@ -67,14 +69,17 @@ def cross_entropy_chunk(
         # A block of one: scalars have no hyperbolic functions on Ascend's vector cores.
         picked = tl.sum(
             softcap_tanh(
-                tl.load(base + target + tl.arange(0, 16), mask=tl.arange(0, 16) < 1, other=0.0).to(tl.float32), cap, CAP
+                tl.load(base + target + tl.arange(0, 16), mask=tl.arange(0, 16) < is_class, other=0.0).to(tl.float32),
+                cap,
+                CAP,
             ),
             axis=0,
         )
         loss = lse - (1.0 - smoothing) * picked + z_loss * lse * lse
         if SMOOTH:
             loss -= smoothing * plain / V
-        tl.store(loss_ptr + row, loss)
+        loss = tl.where(target < V, loss, float("nan"))
+        tl.store(loss_ptr + row, tl.where(kept, loss, 0.0))
         if GRADIENTS:
             factor = 1.0 + 2.0 * z_loss * lse
             g = 1.0
@@ -88,7 +93,8 @@ def cross_entropy_chunk(
                 d = tl.where(cols == at, d - (1.0 - smoothing), d)
                 if CAP:
                     d *= 1.0 - (x / cap) * (x / cap)
-                tl.store(base + cols, (d * g).to(logits_ptr.dtype.element_ty), mask=cols < V)
+                d = tl.where(kept, d * g, 0.0)  # no product with zero: logits that are not finite stay out
+                tl.store(base + cols, d.to(logits_ptr.dtype.element_ty), mask=cols < V)
 
 
 def chunk(
@@ -104,7 +110,8 @@ def chunk(
     losses).
 
     Args:
-        target: [rows], int64, classes; ignored tokens are not in a chunk.
+        target: [rows], int64, classes; below zero: an ignored token, whose loss and gradients are zero. One that is no
+            class has NaN for a loss.
         upstream: [rows], or None for ones.
     """
     losses = logits.new_empty(logits.shape[0], dtype=torch.float32)
