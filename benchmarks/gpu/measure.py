@@ -9,6 +9,9 @@ from typing import Any, Callable
 
 import torch
 
+from mindspeed_fx.backend import mindspeed
+from mindspeed_fx.report import recorder
+
 from . import products, rows, sequences
 from .problem import Function, Problem, size
 
@@ -27,8 +30,8 @@ def rivals_of(problem: Problem, device: str) -> dict[str, Function]:
     """Every rival's forward, ours first."""
     options = problem.options | ({"target": "cuda"} if device == "cpu" else {})
     results = {
-        OURS: torch.compile(problem.define, backend="mindspeed", dynamic=False, options=options),
-        OWN: torch.compile(problem.define, backend="mindspeed", dynamic=False, options=options | {"codegen": "eager"}),
+        OURS: torch.compile(problem.define, backend=mindspeed, dynamic=False, options=options),
+        OWN: torch.compile(problem.define, backend=mindspeed, dynamic=False, options=options | {"codegen": "eager"}),
         "inductor": torch.compile(problem.define, dynamic=False),
         "eager": problem.define,
     }
@@ -72,8 +75,6 @@ class Kernel:
         """Rival -> largest relative distance of a result or gradient from the reference; "failed: ..." where it has
         none. What begins with a rival's name and "launches" is the kernels that were chosen for our fused operators.
         """
-        from mindspeed_fx.report import recorder
-
         problem = self.problem
         exact = Problem(
             problem.define,

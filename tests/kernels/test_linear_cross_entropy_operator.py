@@ -274,5 +274,5 @@ def test_a_gradient_that_the_forward_was_not_asked_for_is_an_error():
 def test_the_launch_that_stands_for_all_is_of_a_full_chunk(monkeypatch):
     monkeypatch.setattr(chunks.triton, "DTYPES", {torch.double})
     hidden, weight, _, _ = inputs(tokens=2, hidden=9)
-    ((_, (logits, target, *_)),) = chunks.parts(hidden, weight, True, 0.0, 0.0, 0.0, True)
+    ((_, (logits, target, *_)),) = chunks.parts(hidden, weight, True, 0.0, 0.0, 0.0, [True] * 3)
     assert logits.shape == (2, 7) and target.shape == (2,)  # not nine rows, nor three, which a chunk could hold

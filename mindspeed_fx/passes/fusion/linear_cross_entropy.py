@@ -95,8 +95,8 @@ def _needs_logits(head: Head, node: fx.Node, named: bool, target: str) -> str | 
         )
     if target == "cuda" and not named:
         return (
-            "on cuda steps with it took 1.09 to 1.54 of generated code's time (chunks of 64 MiB), and larger chunks are "
-            f'not measured; put "{NAME}" in enable to save the memory of the logits'
+            "on cuda steps with it took 1.09 to 1.54 of generated code's time (in chunks of 64 MiB), and larger chunks "
+            f'are not measured; put "{NAME}" in enable to save the memory of the logits'
         )
     logits = match.value(node.args[0])
     size = fake.hint(logits.shape[0]) * fake.hint(logits.shape[1]) * computed.itemsize
