@@ -245,6 +245,12 @@ def backward_cost(out, grad, grad_state, starts, q, k, v, g, beta, state, scale,
 # --------------------------------------------------------------------------- Triton
 
 
+def rows_of_tokens(x: Tensor) -> Tensor:
+    """x [batch, heads, seq, width] with adjacent elements in a row, as kernels read it: a copy of what a convolution
+    leaves with the sequence last."""
+    return x if symbols.statically_known_true(x.stride(3) == 1) else _like_bsnd(x).copy_(x)
+
+
 def _refuse(q, k, v, g, beta, state, chunk):
     sizes = (k.shape[1], k.shape[3], v.shape[1], v.shape[3])
     if not all(isinstance(n, int) for n in sizes):
@@ -255,9 +261,8 @@ def _refuse(q, k, v, g, beta, state, chunk):
         return f"chunks of {chunk} tokens, the kernel takes multiples of four"
     if any(x.dtype not in triton.DTYPES[1:] for x in (q, k, v)):
         return "q, k or v is no 16-bit type"
-    if not all(symbols.statically_known_true(x.stride(3) == 1) for x in (q, k, v)):
-        return "rows of q, k or v are not contiguous"
-    if max(hint(x.shape[2]) * hint(x.stride(2)) for x in (q, k, v, beta, *([] if g is None else [g]))) >= 2**31:
+    read = (*(rows_of_tokens(x) for x in (q, k, v)), beta, *([] if g is None else [g]))
+    if max(hint(x.shape[2]) * hint(x.stride(2)) for x in read) >= 2**31:
         return "a sequence of more elements than offsets of 32 bits reach"
     return triton.refuse_types(v.shape[3], g=g, beta=beta, state=state)
 

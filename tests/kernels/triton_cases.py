@@ -245,15 +245,24 @@ def linear_cross_entropy(
 
 
 def gated_delta_rule(
-    name: str, batch: int, key_heads: int, heads: int, seq: int, widths: tuple[int, int], whole: bool, chunk: int
+    name: str,
+    batch: int,
+    key_heads: int,
+    heads: int,
+    seq: int,
+    widths: tuple[int, int],
+    whole: bool,
+    chunk: int,
+    turned: bool = False,
 ) -> Case:
-    """``whole``: with gates, a norm and a first state."""
+    """``whole``: with gates, a norm and a first state; ``turned``: the sequence is stored last, as by a convolution."""
     eps = 1e-6 if whole else None
 
     def make(new):
         q, k = (new(batch, seq, key_heads, widths[0]).transpose(1, 2) / widths[0] ** 0.5 for _ in range(2))
         v, state = new(batch, seq, heads, widths[1]).transpose(1, 2), new(batch, heads, *widths)
         g, beta = (new(batch, seq, heads).transpose(1, 2) for _ in range(2))
+        q, k, v = (x.transpose(2, 3).contiguous().transpose(2, 3) if turned else x for x in (q, k, v))
         return q, k, v, -g.abs() if whole else None, beta.sigmoid(), state if whole else None, 0.5, eps, chunk
 
     def backward(args, out, grad):
@@ -372,6 +381,7 @@ CASES = [
     dropout_add("blocks", 4, 5003, 0.0, strided=True),
     gated_delta_rule("shared", 1, 1, 2, 70, (12, 20), True, 16),
     gated_delta_rule("plain", 1, 1, 1, 16, (16, 16), False, 4),
+    gated_delta_rule("turned", 1, 2, 2, 24, (8, 16), True, 8, turned=True),
     ssd("shared", 1, 1, 18, 40, (12, 20), True, 8),
     ssd("plain", 1, 2, 4, 70, (40, 16), False, 64),
     selective_scan("whole", 2, 35, 5, 43, True),

@@ -170,6 +170,7 @@ def forward(
     """``mindspeed::gated_delta_rule``."""
     definition.check(q, k, v, g, beta, state, chunk)
     out, final, starts = definition.fake(q, k, v, g, beta, state, scale, norm_eps, chunk)
+    q, k, v = map(definition.rows_of_tokens, (q, k, v))
     sizes = Sizes(q, k, v, g, beta, norm_eps, chunk)
     if not sizes.tiles:
         final.zero_() if state is None else final.copy_(state)

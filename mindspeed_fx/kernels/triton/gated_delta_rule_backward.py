@@ -232,6 +232,7 @@ def backward(
     check_shapes("gated_delta_rule_backward", wanted)
     results = definition.fake_backward(grad, grad_state, starts, q, k, v, g, beta, state, scale, norm_eps, chunk)
     dq, dk, dv, dg, dbeta, dstate = results
+    q, k, v = map(definition.rows_of_tokens, (q, k, v))
     sizes = Sizes(q, k, v, g, beta, norm_eps, chunk)
     if not sizes.tiles:
         dstate.zero_() if grad_state is None else dstate.copy_(grad_state)
