@@ -174,9 +174,10 @@ def _refuse(x, weight, cos, sin, **others):
 
 triton.kernel(
     qk_norm_rope, _fake, "qk_norm_rope.forward", "norm and rotation in one read of a head",
-    lambda x, weight, cos, sin, eps, cast_first, interleaved: _refuse(x, weight, cos, sin),
+    lambda x, weight, cos, sin, eps, cast_first, interleaved: _refuse(x, weight, cos, sin), beats_codegen=False,
 )  # fmt: skip
 triton.kernel(
     qk_norm_rope_backward, _fake_backward, "qk_norm_rope.backward", "both gradients in one read of a head",
     lambda grad, x, weight, rstd, cos, sin, interleaved, need_weight: _refuse(x, weight, cos, sin, grad=grad),
+    beats_codegen=False,
 )  # fmt: skip
