@@ -32,17 +32,6 @@ def route_by(layer, is_skewed):
     layer.route = route
 
 
-@pytest.fixture
-def on_one_rank():
-    import mindspeed_fx.megatron
-
-    mindspeed_fx.megatron.apply()
-    start()
-    torch.manual_seed(0)
-    yield
-    mindspeed_fx.megatron.undo()
-
-
 WAYS = ("eager", "graph")
 
 
@@ -71,7 +60,6 @@ def levels(model):
     return [layer.mlp.zero_memory for layer in model.decoder.layers]
 
 
-@pytest.mark.usefixtures("on_one_rank")
 @pytest.mark.parametrize("way", [*WAYS, "graph that does not stop"])
 def test_values_and_what_decides(way):
     model, state = model_of(hidden_dropout=0.2 if way == "graph" else 0.0)
@@ -100,7 +88,6 @@ def test_values_and_what_decides(way):
     assert seen == expected[way]
 
 
-@pytest.mark.usefixtures("on_one_rank")
 def test_scale_and_layers_that_are_recomputed_whole():
     model, state = model_of()
     state["skewed"] = True
