@@ -50,6 +50,8 @@ def serve() -> None:
 
 
 def _run(request: dict[str, Any]) -> tuple[list[int], bool]:
+    if _call_of(request)[0].startswith("tests.megatron"):
+        _prepare_megatron()
     pids = [_fork(rank, request) for rank in range(request["nprocs"])]
     return forks.wait(pids, request["seconds"], grace=10)
 
@@ -67,9 +69,27 @@ def _prepare() -> None:
     counters.clear()
 
 
+@cache
+def _prepare_megatron() -> None:
+    """Import what ranks of Megatron need, and patch nothing."""
+    import megatron.core.models.gpt.gpt_layer_specs
+    import megatron.core.optimizer  # noqa: F401
+
+    import mindspeed_fx.megatron.table  # noqa: F401
+    import mindspeed_fx.megatron.training  # noqa: F401
+    import tests.megatron.gpt_models  # noqa: F401
+
+    forks.leave_imports_alone()
+
+
+def _call_of(request: dict[str, Any]) -> tuple[str, str, tuple, dict[str, str]]:
+    """Module and name of the worker, its arguments, and the environment."""
+    return pickle.loads(base64.b64decode(request["call"]))
+
+
 def _fork(rank: int, request: dict[str, Any]) -> int:
     def run() -> int:
-        module, name, args, environ = pickle.loads(base64.b64decode(request["call"]))
+        module, name, args, environ = _call_of(request)
         os.environ.clear()
         os.environ.update(environ)
         getattr(importlib.import_module(module), name)(rank, *args)
