@@ -73,7 +73,7 @@ def read_log(out: Path) -> list[dict[str, Any]]:
 
 def serve(script: str) -> None:
     """Answer requests until standard input ends."""
-    forks.answer(functools.partial(_prepare, PARTS[script]), functools.partial(_run, script))
+    forks.answer(functools.partial(_run, script), functools.partial(_prepare, PARTS[script]))
 
 
 def _prepare(module: str) -> None:

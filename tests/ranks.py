@@ -46,7 +46,7 @@ def _server() -> forks.Server:
 
 def serve() -> None:
     """Answer requests until standard input ends."""
-    forks.answer(_prepare, _run)
+    forks.answer(_run)
 
 
 def _run(request: dict[str, Any]) -> tuple[list[int], bool]:
@@ -54,19 +54,6 @@ def _run(request: dict[str, Any]) -> tuple[list[int], bool]:
         _prepare_megatron()
     pids = [_fork(rank, request) for rank in range(request["nprocs"])]
     return forks.wait(pids, request["seconds"], grace=10)
-
-
-def _prepare() -> None:
-    """Import what every rank needs, and what compiling imports late."""
-    import torch
-    from torch._dynamo.utils import counters
-
-    import mindspeed_fx.backend  # noqa: F401
-
-    torch.set_num_threads(1)
-    torch.compile(torch.nn.functional.silu, backend="mindspeed", options={"codegen": "eager"})(torch.ones(2))
-    torch._dynamo.reset()
-    counters.clear()
 
 
 @cache

@@ -12,7 +12,7 @@ import torch
 from mindspeed_fx.megatron import adaptive_memory
 from mindspeed_fx.megatron.training import compile_chunks
 from tests import ranks
-from tests.megatron.gpt_models import batch, start, tiny_gpt, train
+from tests.megatron.gpt_models import batch, tiny_gpt, train
 from tests.megatron.kept_bytes import bytes_kept
 from tests.megatron.test_zero_memory import PLAIN
 

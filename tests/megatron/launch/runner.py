@@ -161,7 +161,7 @@ def _server() -> forks.Server:
 
 def serve() -> None:
     """Answer requests until standard input ends."""
-    forks.answer(prepare, _run)
+    forks.answer(_run, prepare)
 
 
 def _run(values: dict[str, Any]) -> tuple[list[int], bool]:
