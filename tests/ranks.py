@@ -58,7 +58,7 @@ def _run(request: dict[str, Any]) -> tuple[list[int], bool]:
 
 @cache
 def _prepare_megatron() -> None:
-    """Import what ranks of Megatron need, and patch nothing."""
+    """Import what ranks of Megatron need, and patch nothing of it."""
     import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.optimizer  # noqa: F401
 
@@ -66,6 +66,7 @@ def _prepare_megatron() -> None:
     import mindspeed_fx.megatron.training  # noqa: F401
     import tests.megatron.gpt_models  # noqa: F401
 
+    forks.search_less()
     forks.leave_imports_alone()
 
 
