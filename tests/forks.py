@@ -105,7 +105,7 @@ def compile_once() -> None:
 
 def search_less() -> None:
     """Let a search for an order of a graph place a tenth of the tasks that it may elsewhere: numbers are the same in
-    every order, and the search took a quarter of a rank's time.
+    every order, and the search took a quarter of the time of a rank that compiles.
     """
     from mindspeed_fx.passes.overlap.chunking import chunk_search
     from mindspeed_fx.passes.overlap.scheduler import local_search

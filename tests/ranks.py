@@ -1,5 +1,5 @@
 """``torch.multiprocessing.spawn`` for tests: each rank is a fork of a process that has imported torch and mindspeed_fx
-and compiled once, so that a rank starts in milliseconds and costs what it computes.
+and compiled once, so that a rank starts in milliseconds and costs what it computes (orders are searched for shortly).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _server() -> forks.Server:
 
 def serve() -> None:
     """Answer requests until standard input ends."""
-    forks.answer(_run)
+    forks.answer(_run, forks.search_less)
 
 
 def _run(request: dict[str, Any]) -> tuple[list[int], bool]:
@@ -58,7 +58,7 @@ def _run(request: dict[str, Any]) -> tuple[list[int], bool]:
 
 @cache
 def _prepare_megatron() -> None:
-    """Import what ranks of Megatron need, and patch nothing of it."""
+    """Import what ranks of Megatron need, and patch nothing."""
     import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.optimizer  # noqa: F401
 
@@ -66,7 +66,6 @@ def _prepare_megatron() -> None:
     import mindspeed_fx.megatron.training  # noqa: F401
     import tests.megatron.gpt_models  # noqa: F401
 
-    forks.search_less()
     forks.leave_imports_alone()
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests import forks, ranks
+from tests import ranks
 
 
 def program(x, w, group):
@@ -113,7 +113,6 @@ def worker(rank, store):
     group = dist.group.WORLD
     inputs = [torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * rank + s)) for s in (1, 2)]
     expected = program(*inputs, group)
-    forks.search_less()
     with recorder.collecting() as records:
         agrees("eager", inputs, expected, group)
     report = Report(list(records), [])
