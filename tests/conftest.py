@@ -1,3 +1,4 @@
+import functools
 import os
 import shutil
 import sys
@@ -32,6 +33,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
+    forks.time_no_guards()
     forks.leave_imports_alone()
 
 
@@ -97,12 +99,16 @@ def readers_do_not_write(request, monkeypatch):
         return
     edits = []
 
+    @functools.cache  # of a hundred frames each of a graph's thousands of nodes has
+    def is_reader(code):
+        return READERS in code.co_filename
+
     def watched(owner, name):
         edit = getattr(owner, name)
 
         def run(*args, **kwargs):
             frame = sys._getframe(1)
-            while frame is not None and READERS not in frame.f_code.co_filename:
+            while frame is not None and not is_reader(frame.f_code):
                 frame = frame.f_back
             if frame is not None:
                 edits.append(f"{frame.f_code.co_filename}: {frame.f_code.co_name} calls {name}")

@@ -36,8 +36,11 @@ class Run:
     errors: list[str]
 
 
-PARTS = {"pretrain_gpt.py": "gpt_trainer", "train_hf.py": "hf_trainer"}
-"""Script -> the module that imports what it needs."""
+PARTS = {
+    "pretrain_gpt.py": ("gpt_trainer",),
+    "train_hf.py": ("hf_trainer", "transformers.models.qwen3.modeling_qwen3"),
+}
+"""Script -> modules that import what it needs."""
 
 
 class Server(forks.Server):
@@ -73,12 +76,14 @@ def read_log(out: Path) -> list[dict[str, Any]]:
 
 def serve(script: str) -> None:
     """Answer requests until standard input ends."""
-    forks.answer(functools.partial(_prepare, PARTS[script]), functools.partial(_run, script))
+    forks.answer(functools.partial(_run, script), functools.partial(_prepare, PARTS[script]))
 
 
-def _prepare(module: str) -> None:
+def _prepare(modules: tuple[str, ...]) -> None:
     sys.path.insert(0, str(EXAMPLES))
-    importlib.import_module(module)
+    for module in modules:
+        importlib.import_module(module)
+    forks.search_less()
     import matplotlib
     import torch._dynamo.utils  # noqa: F401
 

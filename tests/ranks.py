@@ -1,5 +1,5 @@
 """``torch.multiprocessing.spawn`` for tests: each rank is a fork of a process that has imported torch and mindspeed_fx
-and compiled once, so that a rank starts in milliseconds and costs what it computes.
+and compiled once, so that a rank starts in milliseconds and costs what it computes (orders are searched for shortly).
 """
 
 from __future__ import annotations
@@ -46,30 +46,37 @@ def _server() -> forks.Server:
 
 def serve() -> None:
     """Answer requests until standard input ends."""
-    forks.answer(_prepare, _run)
+    forks.answer(_run, forks.search_less)
 
 
 def _run(request: dict[str, Any]) -> tuple[list[int], bool]:
+    if _call_of(request)[0].startswith("tests.megatron"):
+        _prepare_megatron()
     pids = [_fork(rank, request) for rank in range(request["nprocs"])]
     return forks.wait(pids, request["seconds"], grace=10)
 
 
-def _prepare() -> None:
-    """Import what every rank needs, and what compiling imports late."""
-    import torch
-    from torch._dynamo.utils import counters
+@cache
+def _prepare_megatron() -> None:
+    """Import what ranks of Megatron need, and patch nothing."""
+    import megatron.core.models.gpt.gpt_layer_specs
+    import megatron.core.optimizer  # noqa: F401
 
-    import mindspeed_fx.backend  # noqa: F401
+    import mindspeed_fx.megatron.table  # noqa: F401
+    import mindspeed_fx.megatron.training  # noqa: F401
+    import tests.megatron.gpt_models  # noqa: F401
 
-    torch.set_num_threads(1)
-    torch.compile(torch.nn.functional.silu, backend="mindspeed", options={"codegen": "eager"})(torch.ones(2))
-    torch._dynamo.reset()
-    counters.clear()
+    forks.leave_imports_alone()
+
+
+def _call_of(request: dict[str, Any]) -> tuple[str, str, tuple, dict[str, str]]:
+    """Module and name of the worker, its arguments, and the environment."""
+    return pickle.loads(base64.b64decode(request["call"]))
 
 
 def _fork(rank: int, request: dict[str, Any]) -> int:
     def run() -> int:
-        module, name, args, environ = pickle.loads(base64.b64decode(request["call"]))
+        module, name, args, environ = _call_of(request)
         os.environ.clear()
         os.environ.update(environ)
         getattr(importlib.import_module(module), name)(rank, *args)

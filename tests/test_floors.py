@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
 from pathlib import Path
@@ -36,7 +37,10 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
-GRAPH = {name: imports_of(path) - {name} for name, path in FILES.items()}
+@functools.cache  # 800 files are read where a test asks, not where tests are collected
+def import_graph() -> dict[str, set[str]]:
+    """File -> what it imports, itself aside."""
+    return {name: imports_of(path) - {name} for name, path in FILES.items()}
 
 
 def folder_of(name: str) -> str:
@@ -52,12 +56,12 @@ def no_circle(graph: dict[str, set[str]]) -> None:
 
 
 def test_no_circle_between_files():
-    no_circle(GRAPH)
+    no_circle(import_graph())
 
 
 def test_no_circle_between_folders():
     folders: dict[str, set[str]] = {}
-    for name, targets in GRAPH.items():
+    for name, targets in import_graph().items():
         if folder_of(name):
             folders.setdefault(folder_of(name), set()).update({folder_of(t) for t in targets} - {folder_of(name), ""})
     no_circle(folders)
@@ -81,7 +85,7 @@ def test_the_floors_of_the_page_hold():
     assert there == set(height), "docs/design.md draws every folder and file under the package once"
     wrong = {
         (a, b)
-        for a, targets in GRAPH.items()
+        for a, targets in import_graph().items()
         for b in targets
         if folder_of(a) and folder_of(b) in height and height[folder_of(b)] > height[folder_of(a)]
     }
@@ -101,7 +105,9 @@ FORBIDDEN = [
 
 @pytest.mark.parametrize("above, below", FORBIDDEN)
 def test_what_stands_below_knows_nothing_of_what_stands_above(above, below):
-    assert not [(a, b) for a, targets in GRAPH.items() if a.startswith(above) for b in targets if b.startswith(below)]
+    assert not [
+        (a, b) for a, targets in import_graph().items() if a.startswith(above) for b in targets if b.startswith(below)
+    ]
 
 
 def test_readers_import_no_pass():
@@ -110,7 +116,9 @@ def test_readers_import_no_pass():
     """
     passes = {name for name, path in FILES.items() if "\n@register(" in path.read_text()}
     readers = {
-        name: targets for name, targets in GRAPH.items() if name.startswith("mindspeed_fx.passes.fusion.analysis.")
+        name: targets
+        for name, targets in import_graph().items()
+        if name.startswith("mindspeed_fx.passes.fusion.analysis.")
     }
     assert len(readers) > 10
     assert not {(a, b) for a, targets in readers.items() for b in targets if b in passes or ".emit" in b}

@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 
+from mindspeed_fx import garbage
 from mindspeed_fx.garbage import without_collection
 
 
@@ -28,7 +29,8 @@ def collections():
 
 
 @pytest.fixture
-def unfrozen():
+def unfrozen(monkeypatch):
+    monkeypatch.setattr(garbage, "_has_frozen", False)
     frozen = gc.get_freeze_count()
     gc.unfreeze()
     yield
@@ -54,6 +56,18 @@ def test_frozen_objects_stay_frozen(unfrozen):
     with without_collection():
         pass
     assert gc.get_freeze_count() == frozen > 0
+
+
+def test_frozen_objects_are_counted_once(unfrozen, monkeypatch):
+    counts, count = [], gc.get_freeze_count
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: counts.append(count()) or counts[-1])
+    with without_collection():
+        pass
+    gc.freeze()
+    for _ in range(3):
+        with without_collection():
+            pass
+    assert len(counts) == 2 and counts[0] == 0 < counts[1]
 
 
 def test_a_collector_that_is_off_stays_off():

@@ -12,7 +12,7 @@ import torch
 from mindspeed_fx.megatron import adaptive_memory
 from mindspeed_fx.megatron.training import compile_chunks
 from tests import ranks
-from tests.megatron.gpt_models import batch, start, tiny_gpt, train
+from tests.megatron.gpt_models import batch, tiny_gpt, train
 from tests.megatron.kept_bytes import bytes_kept
 from tests.megatron.test_zero_memory import PLAIN
 
@@ -30,17 +30,6 @@ def route_by(layer, is_skewed):
         return scores * routing_map, routing_map
 
     layer.route = route
-
-
-@pytest.fixture
-def on_one_rank():
-    import mindspeed_fx.megatron
-
-    mindspeed_fx.megatron.apply()
-    start()
-    torch.manual_seed(0)
-    yield
-    mindspeed_fx.megatron.undo()
 
 
 WAYS = ("eager", "graph")
@@ -71,7 +60,6 @@ def levels(model):
     return [layer.mlp.zero_memory for layer in model.decoder.layers]
 
 
-@pytest.mark.usefixtures("on_one_rank")
 @pytest.mark.parametrize("way", [*WAYS, "graph that does not stop"])
 def test_values_and_what_decides(way):
     model, state = model_of(hidden_dropout=0.2 if way == "graph" else 0.0)
@@ -100,7 +88,6 @@ def test_values_and_what_decides(way):
     assert seen == expected[way]
 
 
-@pytest.mark.usefixtures("on_one_rank")
 def test_scale_and_layers_that_are_recomputed_whole():
     model, state = model_of()
     state["skewed"] = True

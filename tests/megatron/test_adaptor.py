@@ -1,8 +1,6 @@
 """Megatron-core GPT: runs without CUDA, is captured whole, and trains as an independent implementation does."""
 
-import subprocess
 import sys
-import textwrap
 import warnings
 
 import pytest
@@ -10,7 +8,8 @@ import torch
 import torch._dynamo
 
 import mindspeed_fx.megatron
-from tests.megatron.gpt_models import COUNTS, batch, tiny_gpt, train
+from tests import ranks
+from tests.megatron.gpt_models import COUNTS, batch, start, tiny_gpt, train
 from tests.megatron.reference import loss_per_token
 from tests.models import fusion_counts
 
@@ -125,17 +124,22 @@ def test_undo_restores_everything_and_apply_is_idempotent():
     assert mindspeed_fx.megatron.applied() == []
 
 
+def import_adaptor_late(rank):
+    """Megatron refuses to build a model without CUDA until the adaptor is imported."""
+    import megatron.core.models.gpt  # noqa: F401
+
+    assert not mindspeed_fx.megatron.applied() and "mindspeed_fx.megatron_adaptor" not in sys.modules
+    start()
+    with pytest.raises(Exception, match="CUDA|NVIDIA"):
+        train(tiny_gpt(), batch())
+    from mindspeed_fx import megatron_adaptor
+
+    train(tiny_gpt(), batch())
+    assert megatron_adaptor.applied()
+
+
 def test_the_adaptor_works_after_megatron_was_imported():
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent("""
-        import megatron.core.models.gpt
-        from tests.megatron import gpt_models
-        import mindspeed_fx.megatron_adaptor
-        gpt_models.start()
-        model = gpt_models.tiny_gpt()
-        gpt_models.train(model, gpt_models.batch())
-        assert mindspeed_fx.megatron_adaptor.applied()
-    """)], capture_output=True, text=True)  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    ranks.spawn(import_adaptor_late, nprocs=1)
 
 
 def test_an_unsupported_version_is_one_clear_error(monkeypatch):

@@ -15,6 +15,7 @@ import torch.multiprocessing as mp
 import mindspeed_fx
 from mindspeed_fx.megatron import alibi
 from tests.megatron.launch import runner
+from tests.ranks import spawn
 
 ULYSSES, RING, HYBRID = "ulysses_cp_algo", "megatron_cp_algo", "hybrid_cp_algo"
 ADAPTIVE, HYBRID_ADAPTIVE, GATHER = "adaptive_cp_algo", "hybrid_adaptive_cp_algo", "kvallgather_cp_algo"
@@ -251,7 +252,7 @@ def test_every_algorithm_gives_what_one_process_gives(tmp_path):
     """Values and gradients of queries, keys, values and sinks on two and four ranks; a ring also in one graph."""
     two = [c for c in FAMILIES if "ulysses_degree_in_cp" not in c.flags]
     cases = {2: [*two, Case(RING, 4, 2, compiled=True, alibi=True)], 4: FAMILIES}
-    mp.spawn(fork_ranks, args=(str(tmp_path / "store"), cases), nprocs=1)
+    spawn(fork_ranks, (str(tmp_path / "store"), cases), nprocs=1)
 
 
 COMPILED = [
@@ -265,7 +266,7 @@ COMPILED = [
 
 @pytest.mark.slow
 def test_one_graph_with_fused_attention(tmp_path):
-    mp.spawn(fork_ranks, args=(str(tmp_path / "store"), {2: COMPILED}), nprocs=1)
+    spawn(fork_ranks, (str(tmp_path / "store"), {2: COMPILED}), nprocs=1)
 
 
 # --------------------------------------------------------------------------- Megatron-LM's script

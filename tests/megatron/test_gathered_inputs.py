@@ -14,8 +14,8 @@ def worker(rank: int, store: str) -> None:
     torch.set_num_threads(1)
     import torch.distributed as dist
 
-    import mindspeed_fx
     import mindspeed_fx.megatron_adaptor  # noqa: F401
+    from mindspeed_fx.report import recorder
     from tests.megatron.gpt_models import batch, start, tiny_gpt, train
     from tests.megatron.kept_bytes import bytes_kept
 
@@ -27,15 +27,15 @@ def worker(rank: int, store: str) -> None:
         torch.manual_seed(0)
         model, inputs = tiny_gpt(tp=2, sequence_parallel=True, layers=LAYERS, **sizes), batch(BATCH, SEQ)
         options = {"codegen": "eager", "recompute": "none", "regather": again}
-        report = mindspeed_fx.explain(model, options=options, **inputs)
-        torch._dynamo.reset()
         call = torch.compile(model, backend="mindspeed", fullgraph=True, options=options)
-        loss, gradients = train(model, inputs, call)
+        with recorder.collecting() as records:
+            loss, gradients = train(model, inputs, call)
+        (record,) = records
         results[again] = (
             loss,
             gradients,
             bytes_kept(call, model, inputs),
-            report.counts.get("sharding.regather", 0),
+            record.counts.get("sharding.regather", 0),
         )
     (loss, gradients, whole, none), (same, same_gradients, parts, marked) = results[False], results[True]
     print("bytes kept", whole, parts, "marked", none, marked)

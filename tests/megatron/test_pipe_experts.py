@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from mindspeed_fx import backend
 from tests import ranks
-from tests.megatron.flags.test_deepspeed_moe import TYPE, build, hidden_states, normal
-from tests.megatron.flags.values import apply
+from tests.megatron.flags.test_deepspeed_moe import TYPE, build, hidden_states
+from tests.megatron.flags.values import apply, normal
 
 OVERLAP = "overlap.*"
 

@@ -11,18 +11,6 @@ from mindspeed_fx.cost.pipeline import Parts, play_stages
 from mindspeed_fx.megatron import ripipe
 
 
-@pytest.fixture(autouse=True)
-def adapted():
-    pytest.importorskip("megatron.core", reason="megatron-core is an optional dependency")
-    import mindspeed_fx.megatron
-    from tests.megatron.gpt_models import start
-
-    mindspeed_fx.megatron.apply()
-    start()
-    yield
-    mindspeed_fx.megatron.undo()
-
-
 @pytest.mark.parametrize("is_early", [True, False])
 def test_gradients_and_dropout_of_a_chunk(is_early):
     torch.manual_seed(0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mindspeed_fx.megatron import zero_memory
-from tests.megatron.gpt_models import batch, start, tiny_gpt, train
+from tests.megatron.gpt_models import batch, tiny_gpt, train
 from tests.megatron.kept_bytes import bytes_kept
 
 HIDDEN, WIDTH, ROWS = 64, 512, 4 * 16 * 2
@@ -21,17 +21,6 @@ MODELS = {
     "capacity": {"moe_expert_capacity_factor": 0.8},
     "probs-on-input": {"moe_router_topk": 1, "moe_apply_probs_on_input": True, "moe_router_pre_softmax": True},
 }
-
-
-@pytest.fixture(autouse=True)
-def on_one_rank():
-    import mindspeed_fx.megatron
-
-    mindspeed_fx.megatron.apply()
-    start()
-    torch.manual_seed(0)
-    yield
-    mindspeed_fx.megatron.undo()
 
 
 def ask(model, level: str, **more) -> None:

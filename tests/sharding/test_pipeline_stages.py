@@ -249,7 +249,7 @@ def worker(rank, store, sizes, plan, kind):
     from torch.distributed import pipelining
     from torch.distributed.device_mesh import init_device_mesh
 
-    from tests.sharding.test_search import large
+    from tests.sharding.searched_problems import large
 
     torch.set_num_threads(1)
     world = 2 * len(sizes)

@@ -110,17 +110,19 @@ def test_a_piece_without_the_sum_is_found():
     assert any(r.state == "wrong" for r in result.results), str(result)
 
 
+def read_part_of_rank_0(rank, graph):
+    """An edit: rank 1 reads rank 0's part of what is divided first."""
+    split = next(n for n in graph.nodes if n.target is torch.ops.aten.split.Tensor)
+    mine = [n for n in split.users if n.users]
+    other = next(n for n in split.users if not n.users)
+    if rank == 1:
+        mine[0].replace_all_uses_with(other)
+
+
 def test_a_rank_that_takes_anothers_part_is_found():
     """The program of rank 1 reads the first half of the batch, as rank 0's does."""
 
-    def edit(rank, graph):
-        split = next(n for n in graph.nodes if n.target is torch.ops.aten.split.Tensor)
-        mine = [n for n in split.users if n.users]
-        other = next(n for n in split.users if not n.users)
-        if rank == 1:
-            mine[0].replace_all_uses_with(other)
-
-    result = proof("zero2", {"dp": 2}, edit)
+    result = proof("zero2", {"dp": 2}, read_part_of_rank_0)
     assert [r.state for r in result.results].count("wrong") == len(result.results), str(result)
 
 

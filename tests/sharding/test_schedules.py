@@ -39,7 +39,7 @@ from mindspeed_fx.planning.stage_module import Stage, stages
 from mindspeed_fx.sharding.plan import ShardingError
 from tests.sharding import virtual_ranks
 from tests.sharding.llama import Llama
-from tests.sharding.test_search import large
+from tests.sharding.searched_problems import large
 
 GiB = 2**30
 HW = hardware("ascend910b2")

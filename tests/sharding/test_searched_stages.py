@@ -16,7 +16,7 @@ from mindspeed_fx.planning.pipeline_stage import schedule_of
 from mindspeed_fx.sharding.plan import Plan, ShardingError
 from tests import ranks
 from tests.sharding import virtual_ranks
-from tests.sharding.test_search import large
+from tests.sharding.searched_problems import large
 from tests.sharding.test_simulated import checked
 
 

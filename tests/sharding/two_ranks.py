@@ -76,7 +76,7 @@ def plans():
 
 def searched():
     """Plans that the search found for large models of the same modules."""
-    from tests.sharding.test_search import large
+    from tests.sharding.searched_problems import large
 
     for dim in ("tp", "dp", "cp"):
         found = mindspeed_fx.plan(*large(layers=4, batch=2), mesh={dim: RANKS}, hardware="ascend910b2")

@@ -11,7 +11,7 @@ from torch.nn import functional
 from mindspeed_fx.megatron.deepspeed_moe import Gate
 from mindspeed_fx.megatron.model_parts import add_parts
 from tests import ranks
-from tests.megatron.flags.values import apply
+from tests.megatron.flags.values import apply, normal
 
 EXPERTS, HIDDEN, SEQ, BATCH = 4, 32, 12, 2
 TYPE = f"--moe-model-type deepspeed_moe --num-experts {EXPERTS} --ffn-hidden-size 64 --seq-length {SEQ}"
@@ -50,10 +50,6 @@ def build(words: str, **more):
             for parameter, value in zip(expert.parameters(), expert_weights(first + i)):
                 parameter.copy_(value)
     return layer, args
-
-
-def normal(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def gate_weight() -> torch.Tensor:

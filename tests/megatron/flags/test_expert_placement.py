@@ -11,7 +11,8 @@ import torch
 
 from mindspeed_fx.megatron import expert_placement
 from tests import ranks
-from tests.megatron.flags.test_hot_experts import BATCH, EXPERTS, HIDDEN, RANKS, SEQ, build, normal
+from tests.megatron.flags.test_hot_experts import BATCH, EXPERTS, HIDDEN, RANKS, SEQ, build
+from tests.megatron.flags.values import normal
 
 
 def test_the_choice():

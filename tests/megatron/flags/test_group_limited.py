@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests import ranks
-from tests.megatron.flags.values import apply
+from tests.megatron.flags.values import apply, fill_experts, normal
 
 EXPERTS, SEQ, BATCH, HIDDEN = 8, 6, 2, 32
 TYPE = (
@@ -20,10 +20,6 @@ RUNS = {
     "losses of sequences": f"{LOSSES} --seq-aux",
     "weights add up": f"{LOSSES} --norm-topk-prob",
 }
-
-
-def normal(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def build(words: str, **more):
@@ -43,12 +39,7 @@ def build(words: str, **more):
     model = tiny_gpt(layers=1, experts=EXPERTS, **fields | more)
     add_parts(model, args)
     layer = model.decoder.layers[0].mlp.double()
-    first = layer.local_expert_indices[0]
-    with torch.no_grad():
-        layer.router.weight.copy_(normal(1, EXPERTS, HIDDEN) * 0.3)
-        for i, expert in enumerate(layer.experts.local_experts):
-            for parameter in expert.parameters():
-                parameter.copy_(normal(10 + first + i, *parameter.shape) * 0.2)
+    fill_experts(layer)
     return layer, args
 
 

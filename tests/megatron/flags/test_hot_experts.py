@@ -7,6 +7,7 @@ import torch
 
 from mindspeed_fx.megatron import hot_experts
 from tests import ranks
+from tests.megatron.flags.values import fill_experts, normal
 
 EXPERTS, SEQ, BATCH, HIDDEN, RANKS = 8, 16, 2, 32, 2
 
@@ -40,10 +41,6 @@ def spread(of_ranks: torch.Tensor, number: int) -> tuple[list[int], list[int]]:
     return rows, hot
 
 
-def normal(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 def build(**more):
     from tests.megatron.gpt_models import tiny_gpt
 
@@ -58,12 +55,7 @@ def build(**more):
         **more,
     )
     layer = model.decoder.layers[0].mlp.double()
-    first = layer.local_expert_indices[0]
-    with torch.no_grad():
-        layer.router.weight.copy_(normal(1, EXPERTS, HIDDEN) * 0.3)
-        for i, expert in enumerate(layer.experts.local_experts):
-            for parameter in expert.parameters():
-                parameter.copy_(normal(10 + first + i, *parameter.shape) * 0.2)
+    fill_experts(layer)
     return model, layer
 
 

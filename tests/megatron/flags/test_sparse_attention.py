@@ -14,6 +14,16 @@ from tests.megatron.flags.model_effects import SPARSE_MODEL
 from tests.megatron.flags.values import apply
 
 pytestmark = pytest.mark.usefixtures("on_one_rank")
+
+
+@pytest.fixture(autouse=True)
+def no_losses_of_earlier_tests():
+    """Megatron adds up what it logs, whoever ran before."""
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+
+    DSAIndexerLossLoggingHelper.tracker.clear()
+
+
 TOPK, WIDTH, HEADS, LENGTH = 5, 12, 3, 16
 DSA = (
     f"--enable-dsa-indexer {SPARSE_MODEL} --index-n-heads {HEADS} --index-head-dim {WIDTH} --index-topk {TOPK} "

@@ -10,13 +10,10 @@ import torch
 from torch.nn import functional
 
 from tests import ranks
+from tests.megatron.flags.values import normal
 from tests.megatron.launch.test_pretrain import COMPILED, EAGER, train
 
 SEQ, BATCH, HIDDEN, FFN, RANKS = 8, 2, 16, 24, 4
-
-
-def normal(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def plain(x, norm, qkv, proj, fc1, fc2):

@@ -31,6 +31,21 @@ def config_of(args, kind=None):
     return kind(**{k: v for k, v in {**fields, **names}.items() if not (k == "rope_type" and v is None)})
 
 
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    """Numbers in float64 that every rank draws alike."""
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def fill_experts(layer) -> None:
+    """Weights of a router, and of the experts of this rank, that do not depend on the number of ranks."""
+    first = layer.local_expert_indices[0]
+    with torch.no_grad():
+        layer.router.weight.copy_(normal(1, *layer.router.weight.shape) * 0.3)
+        for i, expert in enumerate(layer.experts.local_experts):
+            for parameter in expert.parameters():
+                parameter.copy_(normal(10 + first + i, *parameter.shape) * 0.2)
+
+
 def build_with_parts(words: str):
     """(Megatron's arguments, a GPTModel with random weights of norms) as the flags ask."""
     from mindspeed_fx.megatron.model_parts import add_parts

@@ -1,11 +1,11 @@
 """The chunks of launch scripts on fake ``npu:0`` tensors, through torch_npu, in a process that has it
 (tests/ascend/npu_process.py).
 
-    python npu_trace.py SCRIPT ...
+    python npu_trace.py [--first] SCRIPT ...
 
-Each model is built from the script's small arguments as Megatron's pretrain_gpt.py builds it, for the first rank and
-for the last, with the groups of the whole run on torch's "fake" backend; forward and backward are compiled. Prints one
-JSON object: script -> a row for each chunk.
+Each model is built from the script's small arguments as Megatron's pretrain_gpt.py builds it, for the first rank and,
+without ``--first``, for the last, with the groups of the whole run on torch's "fake" backend; forward and backward are
+compiled. Prints one JSON object: script -> a row for each chunk.
 """
 
 from __future__ import annotations
@@ -33,12 +33,15 @@ def main(*names: str) -> None:
     from tests.megatron.launch import runner, shrink, table
 
     runner.prepare()
+    is_first_alone = "--first" in names
     scripts = {s.name: s for collection in shrink.COLLECTIONS for s in shrink.scripts(collection)}
     answers = {}
-    for name in names:
+    for name in (n for n in names if n != "--first"):
         args, world = shrink.shrink(scripts[name])
         args = [*table.with_skips(args, table.refusals(args)[0]), *FLAGS]
-        answers[name] = [row for rank in sorted({0, world - 1}) for row in _forked(rank, world, args)]
+        answers[name] = [
+            row for rank in sorted({0, 0 if is_first_alone else world - 1}) for row in _forked(rank, world, args)
+        ]
     print(json.dumps(answers))
 
 

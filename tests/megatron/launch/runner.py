@@ -28,9 +28,6 @@ HERE = Path(__file__).parent
 ARCHIVE = HERE / "megatron_lm_0.16.1_training.tar.gz"
 ENTRIES = HERE / "entries"
 """Entry scripts that Megatron-LM has not."""
-SEARCHED = 12_000
-"""Tasks that a search for an order may place, a tenth of what it may elsewhere: numbers are the same in every order,
-and the search took a quarter of a rank's time."""
 
 
 @dataclass
@@ -100,11 +97,8 @@ def prepare() -> None:
 
     import mindspeed_fx.backend  # noqa: F401
     import mindspeed_fx.megatron_adaptor
-    from mindspeed_fx.passes.overlap.chunking import chunk_search
-    from mindspeed_fx.passes.overlap.scheduler import local_search
 
-    local_search.WORK, chunk_search.SURE = SEARCHED, SEARCHED // 2
-
+    forks.search_less()
     mindspeed_fx.megatron_adaptor.apply()
     import gpt_builders  # noqa: F401
     import megatron.core.tokenizers.text  # noqa: F401
@@ -161,7 +155,7 @@ def _server() -> forks.Server:
 
 def serve() -> None:
     """Answer requests until standard input ends."""
-    forks.answer(prepare, _run)
+    forks.answer(_run, prepare)
 
 
 def _run(values: dict[str, Any]) -> tuple[list[int], bool]:

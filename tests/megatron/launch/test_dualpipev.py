@@ -9,7 +9,7 @@ import pytest
 
 from mindspeed_fx.compat import pipelining
 from tests.megatron.launch import runner
-from tests.megatron.launch.test_pretrain import COMPILED, EAGER, SMALL
+from tests.megatron.launch.test_pretrain import COMPILED, EAGER, SMALL, told
 
 INTERLEAVED = "--num-virtual-stages-per-pipeline-rank 2"
 V = "--schedules-method dualpipev"
@@ -51,13 +51,6 @@ def seed_by_name(rank: int) -> None:
         return chunks
 
     training.get_model = seeded
-
-    def told(name, function):
-        def tell(*args, **kwargs):
-            print(f"event: {name}", flush=True)
-            return function(*args, **kwargs)
-
-        return tell
 
     schedules.forward_step = told("F", schedules.forward_step)
     schedules.backward_step = told("B", schedules.backward_step)

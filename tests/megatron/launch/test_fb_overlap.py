@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.megatron.launch.test_pretrain import COMPILED, train
+from tests.megatron.launch.test_pretrain import COMPILED, told, train
 
 EXPERTS = """--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --moe-router-topk 2
     --moe-ffn-hidden-size 32 --use-distributed-optimizer --moe-router-dtype fp32 --global-batch-size 16"""
@@ -19,13 +19,6 @@ def record(rank: int) -> None:
     """Prints which passes run together, and when they hand over."""
     from mindspeed_fx.megatron import forward_beside_backward
     from mindspeed_fx.training import turns
-
-    def told(name, function):
-        def tell(*args, **kwargs):
-            print(f"event: {name}", flush=True)
-            return function(*args, **kwargs)
-
-        return tell
 
     forward_beside_backward.run = told("pair", forward_beside_backward.run)
     turns._Pair.hand_over = told("turn", turns._Pair.hand_over)

@@ -264,10 +264,10 @@ def test_images_and_texts_in_three_graphs():
 
 def test_a_file_of_arguments_trains_as_the_words_do():
     args = [*SMALL, *MODERN, *"--num-layers 1 --kv-channels 8 --ffn-hidden-size 64 --lr-warmup-samples 0".split()]
-    args += "--no-rope-fusion --no-bias-swiglu-fusion --save-interval 100 --num-query-groups 4".split()
+    args += "--no-rope-fusion --no-bias-swiglu-fusion --save-interval 100 --num-query-groups 4 --eval-iters 0".split()
     switch = {"MINDSPEED_FX_OPTIONS": '{"codegen": "eager"}'}
     words = runner.run(args, 1, environ=switch)
     file = runner.run(args, 1, environ=switch, setup="tests.megatron.launch.argument_file:write")
     assert words.error is None and file.error is None, (words.error, file.error)
-    assert file.chunks == [1] and file.graphs == [2]
+    assert file.chunks == [1] and file.graphs == [1]
     assert file.losses == words.losses and file.grad_norms == words.grad_norms and len(file.losses) == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.megatron.launch.test_pretrain import COMPILED, train
+from tests.megatron.launch.test_pretrain import COMPILED, told, train
 from tests.megatron.test_nanopipe import events
 
 STAGES = """--num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --pipeline-model-parallel-size 2
@@ -19,13 +19,6 @@ def record(rank: int) -> None:
 
     from mindspeed_fx.megatron.nanopipe import Run
     from mindspeed_fx.training.late_gradients import Queue
-
-    def told(name, function):
-        def tell(*args, **kwargs):
-            print(f"event: {name}", flush=True)
-            return function(*args, **kwargs)
-
-        return tell
 
     schedules.forward_step = told("F", schedules.forward_step)
     Run.end_backward, Queue.run_one = told("D", Run.end_backward), told("W", Queue.run_one)

@@ -9,13 +9,21 @@ from tests.ascend.npu_process import needs_npu, worker
 from tests.megatron.launch import table
 
 FAST = "qwen3__pretrain_qwen3_1point7b_4K_ptd"
+SCRIPT = "../megatron/launch/npu_trace.py"
 ROWS = json.loads(table.NPU_RESULTS.read_text())
 
 
 @needs_npu
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == FAST else pytest.mark.slow) for n in ROWS])
+def test_the_chunk_of_a_first_rank_is_what_the_page_says():
+    (rows,) = worker("--first", FAST, script=SCRIPT).values()
+    assert rows == [row for row in ROWS[FAST] if row["rank"] == 0]
+
+
+@needs_npu
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROWS)
 def test_chunks_are_what_the_page_says(name):
-    (rows,) = worker(name, script="../megatron/launch/npu_trace.py").values()
+    (rows,) = worker(name, script=SCRIPT).values()
     assert rows == ROWS[name]
 
 

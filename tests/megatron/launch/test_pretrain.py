@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -132,6 +134,16 @@ def record_collectives(rank: int) -> None:
     Group.start_grad_sync, Group.finish_param_sync, schedules.backward_step = started, finished, stepped
 
 
+def told(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, which says first that it runs."""
+
+    def tell(*args, **kwargs):
+        print(f"event: {name}", flush=True)
+        return function(*args, **kwargs)
+
+    return tell
+
+
 def events(run: runner.Run) -> list[str]:
     return [line.removeprefix("event: ") for line in run.output[0].splitlines() if line.startswith("event: ")]
 
@@ -160,7 +172,7 @@ SLICED = "torch --disable-gloo-group --hccl-slice-size 1000"
 )
 def test_a_run_resumes_bitwise_from_a_checkpoint(tmp_path, form):
     flags = f"""--bf16 --use-distributed-optimizer --ckpt-format {form} --lr-decay-iters 4 --train-iters 4
-        --global-batch-size 4"""
+        --global-batch-size 4 --num-layers 1"""
     whole = train(f"{flags} --save {tmp_path} --save-interval 2", 2)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
     shutil.rmtree(tmp_path / "iter_0000004")
