@@ -28,9 +28,7 @@ def agree(seeds: range) -> None:
         assert not verdict.failure or verdict.theirs, told(case, verdict.failure)
 
 
-@pytest.mark.parametrize(
-    "first", [*range(0, 24, 2), *(pytest.param(n, marks=pytest.mark.slow) for n in range(24, 50, 2))]
-)
+@pytest.mark.parametrize("first", range(0, 50, 2))
 def test_programs_agree(first):
     agree(range(first, first + 2))
 
