@@ -34,6 +34,7 @@ import triton
 from mindspeed_fx.kernels.triton.launch import launching
 from tests.kernels import loss_cases, region_cases
 from tests.kernels import triton_cases as cases
+from tests.kernels import triton_not_finite
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -49,6 +50,7 @@ def interpret() -> dict[str, Any]:
     found["loss_in_chunks"] = loss_cases.distances("cpu")
     found["loss_not_finite"] = loss_cases.what_is_not_finite("cpu")
     found["regions"] = region_cases.distances(F32)
+    found["not_finite"] = triton_not_finite.counts("cpu")
     return found | distances(rest=False)
 
 
