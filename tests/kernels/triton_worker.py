@@ -32,9 +32,8 @@ import torch
 import triton
 
 from mindspeed_fx.kernels.triton.launch import launching
-from tests.kernels import loss_cases, region_cases
+from tests.kernels import loss_cases, region_cases, triton_not_finite
 from tests.kernels import triton_cases as cases
-from tests.kernels import triton_not_finite
 
 BF16, F32 = torch.bfloat16, torch.float32
 
