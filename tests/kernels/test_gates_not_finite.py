@@ -73,3 +73,13 @@ def test_swiglu_times_a_weight_in_cpp(dtype):
     for h, w in zip(have, want, strict=True):
         # The factor of a gate below -87 is 0, which is 1e-36 of eager's.
         assert not wrong(h.flatten(), w, 0.03)[:5]
+
+
+def test_a_clamp_on_npu_passes_what_clamp_passes():
+    from mindspeed_fx.kernels.npu.clipped_swiglu import _inside
+
+    x = torch.tensor(NUMBERS, requires_grad=True)
+    ones = torch.ones(len(NUMBERS))
+    want = [torch.autograd.grad(y, x, ones)[0] for y in (x.clamp(max=2.5), x.clamp(-2.5, 2.5))]
+    have = _inside(ones, ones, x.detach(), x.detach(), 2.5)
+    assert all(torch.equal(h, w) for h, w in zip(have, want, strict=True))
