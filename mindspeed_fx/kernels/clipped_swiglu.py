@@ -65,7 +65,7 @@ def clipped_swiglu_backward(
     g, u = gate.clamp(max=limit), v.clamp(-limit, limit)
     s = torch.sigmoid(alpha * g)
     dgate = (grad * (u + offset) * s * (1 + alpha * g * (1 - s))).where(gate <= limit, 0)
-    dup = (grad * g * s).where(v.abs() <= limit, 0)
+    dup = (grad * (g * s)).where(v.abs() <= limit, 0)
     if up is not None:
         return dgate.to(x.dtype).contiguous(), dup.to(up.dtype).contiguous()
     pair = dgate.to(x.dtype), dup.to(x.dtype)

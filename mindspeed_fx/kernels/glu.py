@@ -30,6 +30,14 @@ def _activate(x: Tensor, activation: str) -> Tensor:
     raise ValueError(f"mindspeed::glu: activation is {activation!r}; valid: {', '.join(ACTIVATIONS)}")
 
 
+def _through(grad: Tensor, x: Tensor, activation: str) -> Tensor:
+    """``grad`` times the activation's derivative. ReLU passes nothing where x is not above zero, be ``grad`` infinite
+    or NaN, and all of it where x is NaN, as PyTorch does."""
+    if activation == "relu":
+        return torch.ops.aten.threshold_backward(grad, x, 0)
+    return grad * _derivative(x, activation)
+
+
 def _derivative(x: Tensor, activation: str) -> Tensor:
     if activation == "gelu":
         return 0.5 * (1 + torch.erf(x * math.sqrt(0.5))) + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
@@ -37,8 +45,6 @@ def _derivative(x: Tensor, activation: str) -> Tensor:
         root = math.sqrt(2 / math.pi)
         t = torch.tanh(root * (x + 0.044715 * x * x * x))
         return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * root * (1 + 3 * 0.044715 * x * x)
-    if activation == "relu":
-        return (x > 0).to(x.dtype)
     s = torch.sigmoid(x)
     return s * (1 - s)
 
@@ -79,7 +85,7 @@ def glu_backward(grad: Tensor, x: Tensor, up: Tensor | None, activation: str) ->
     gate, u = swiglu.halves(x, up)
     dtype = accumulation_dtype(torch.promote_types(gate.dtype, u.dtype))
     g, wide, u = grad.to(dtype), gate.to(dtype), u.to(dtype)
-    dgate, dup = g * u * _derivative(wide, activation), g * _activate(wide, activation)
+    dgate, dup = _through(g * u, wide, activation), g * _activate(wide, activation)
     if up is None:
         return torch.cat((dgate.to(x.dtype), dup.to(x.dtype)), -1), x.new_empty(0)
     return dgate.to(x.dtype).contiguous(), dup.to(up.dtype).contiguous()

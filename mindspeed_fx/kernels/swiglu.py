@@ -57,7 +57,7 @@ def swiglu_backward(grad: Tensor, x: Tensor, up: Tensor | None = None) -> tuple[
     dtype = accumulation_dtype(torch.promote_types(gate.dtype, u.dtype))
     g, wide, u = grad.to(dtype), gate.to(dtype), u.to(dtype)
     s = torch.sigmoid(wide)
-    dgate, dup = g * u * s * (1 + wide * (1 - s)), g * wide * s
+    dgate, dup = g * u * s * (1 + wide * (1 - s)), g * (wide * s)
     if up is None:
         return torch.cat((dgate.to(x.dtype), dup.to(x.dtype)), -1), x.new_empty(0)
     return dgate.to(x.dtype).contiguous(), dup.to(up.dtype).contiguous()

@@ -57,8 +57,8 @@ def weighted_swiglu_backward(
     grad, g, u = (t.to(dtype) for t in (grad, gate, v))
     s = torch.sigmoid(g)
     weighted = grad * weight.to(dtype)
-    dgate, dup = weighted * u * s * (1 + g * (1 - s)), weighted * g * s
-    dweight = (grad * g * s * u).sum(-1, keepdim=True).to(weight.dtype).contiguous()
+    dgate, dup = weighted * u * s * (1 + g * (1 - s)), weighted * (g * s)
+    dweight = (grad * (g * s) * u).sum(-1, keepdim=True).to(weight.dtype).contiguous()
     if up is None:
         return torch.cat((dgate.to(x.dtype), dup.to(x.dtype)), -1), x.new_empty(0), dweight
     return dgate.to(x.dtype).contiguous(), dup.to(up.dtype).contiguous(), dweight

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from mindspeed_fx import arguments
 from mindspeed_fx.compat import dtensor, tracing
+from mindspeed_fx.garbage import without_collection
 from mindspeed_fx.planning.search.model_graph import capture_model
 from mindspeed_fx.planning.search.traced_plan import local_input, local_program
 from mindspeed_fx.sharding.audit.relations.compare import Failed, Result, compare_part, divided, whole_inputs
@@ -82,25 +83,38 @@ def prove_plan(
     gm, names = capture_model(model, args, kwargs)
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     vals = [n.meta.get("val") for n in placeholders]
-    whole = _joint(gm, [torch.empty_like(v, device="cpu") if isinstance(v, torch.Tensor) else v for v in vals], None)
+    inputs = [torch.empty_like(v, device="cpu") if isinstance(v, torch.Tensor) else v for v in vals]
+    whole, _ = _joint(gm, inputs, None)
     modules = [n for n, _ in model.named_modules()]
     graphs: list[fx.Graph] = []
     values: list[Any] = []
+    kinds = None
     with torch.device("cpu"), dtensor.one_of_fake_ranks(mesh) as device_mesh:  # whatever the caller's default is
         groups = {device_mesh.get_group(d).group_name: d for d in mesh}
         for rank, coordinate in enumerate(itertools.product(*(range(n) for n in mesh.values()))):
             with dtensor.placed_at(device_mesh, coordinate):
                 program, values = local_program(copy.deepcopy(gm), names, modules, plan, device_mesh)
                 local = [local_input(v, value, device_mesh) for v, value in zip(vals, values)]
-                graphs.append(_joint(program, local, program))
+                with without_collection():
+                    graph, kinds = _joint(program, local, program, kinds)
+                graphs.append(graph)
             if edit is not None:
                 edit(rank, graphs[-1])
-    with torch.device("cpu"), torch.no_grad():
+    with torch.device("cpu"), torch.no_grad(), without_collection():
         return _compared(plan.name, mesh, whole, graphs, groups, placeholders, values)
 
 
-def _joint(program: Any, inputs: Sequence[Any], local: Any) -> fx.Graph:
-    """Forward and backward: the inputs and one gradient for each floating result -> results, then gradients."""
+class _OtherResults(Exception):
+    """The results of a rank have other shapes than those of the rank before it."""
+
+
+Kinds = list[tuple[torch.Size, torch.dtype]]
+
+
+def _joint(program: Any, inputs: Sequence[Any], local: Any, kinds: Kinds | None = None) -> tuple[fx.Graph, Kinds]:
+    """Forward and backward: the inputs and one gradient for each floating result -> results, then gradients. And the
+    shapes and types of those gradients; ``kinds`` are those of another rank, which spare a run where they are the same.
+    """
     from mindspeed_fx.sharding.spmd.program import differentiating
 
     leaves = [isinstance(x, torch.Tensor) and x.is_floating_point() for x in inputs]
@@ -110,11 +124,16 @@ def _joint(program: Any, inputs: Sequence[Any], local: Any) -> fx.Graph:
         results = pytree.tree_leaves(program(*args))
         return [r for r in results if isinstance(r, torch.Tensor)]
 
+    def kinds_of(results: Sequence[torch.Tensor]) -> Kinds:
+        return [(r.shape, r.dtype) for r in results if r.requires_grad]
+
     def joint(*args: Any) -> list[Any]:
         with torch.enable_grad(), differentiating(lambda: local):
             own = [x.detach().requires_grad_() if leaf else x for x, leaf in zip(args[: len(leaves)], leaves)]
             results = results_of(own)
             starts = [r for r in results if r.requires_grad]
+            if kinds_of(starts) != kinds:
+                raise _OtherResults
             wanted = [x for x, leaf in zip(own, leaves) if leaf]
             gradients = torch.autograd.grad(starts, wanted, list(args[len(leaves) :]), allow_unused=True)
         return [*results, *gradients]
@@ -122,10 +141,15 @@ def _joint(program: Any, inputs: Sequence[Any], local: Any) -> fx.Graph:
     with dtensor.plain_tensors_as_replicated() if local is not None else fakes:
         with fakes, torch.enable_grad():
             args = [torch.empty(x.shape, dtype=x.dtype) if isinstance(x, torch.Tensor) else x for x in inputs]
-            own = [x.requires_grad_() if leaf else x for x, leaf in zip(args, leaves)]
-            starts = [torch.empty(r.shape, dtype=r.dtype) for r in results_of(own) if r.requires_grad]
-            args = [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
-            return tracing.make_fx_decomposed(joint, [*args, *starts], None).graph
+            if kinds is None:
+                kinds = kinds_of(results_of([x.requires_grad_() if leaf else x for x, leaf in zip(args, leaves)]))
+                args = [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
+            starts = [torch.empty(shape, dtype=dtype) for shape, dtype in kinds]
+            try:
+                return tracing.make_fx_decomposed(joint, [*args, *starts], None).graph, kinds
+            except _OtherResults:
+                pass
+    return _joint(program, inputs, local)
 
 
 def _compared(

@@ -169,6 +169,8 @@ def _by_hand(w: Writer, q: str, k: str, v: str, kv_heads: int) -> str:
             w.member(f"nn.Embedding(40, {HEADS})"),
             "(torch.arange(s)[:, None] - torch.arange(s)).abs()",
         )
+    if not w.finite(scores):  # a score that a boolean mask hides is added to -inf by ATen's kernel, too
+        raise ValueError("an infinite score")
     scores = _masked(w, scores)
     weights = w.emit(_softmax(w, scores), scores)
     return w.emit(

@@ -372,3 +372,21 @@ def test_the_build_leaves_inductors_search_for_instruction_sets_alone(monkeypatc
         assert not asked or torch.__version__ < "2.13"
     finally:
         cpp.forget()
+
+
+@served
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 70])
+def test_keys_that_no_query_may_see_may_be_infinite(dtype, rows):
+    q, k, v, grad = (torch.randn(1, 2, 70, 8, dtype=dtype) for _ in range(4))
+    mask = torch.rand(rows, 70) < 0.5
+    mask[:, 0], mask[:, 33:35] = True, False
+    k[:, :, 33], k[:, :, 34] = float("inf"), float("nan")
+    settings = False, 0.3, 0, 0.0
+    out, lse = ops.attention_flash(q, k, v, *settings, None, mask.expand(1, 1, 70, 70))
+    hidden = k.masked_fill(~k.isfinite(), 0.0)
+    want, want_lse = ops.attention_flash(q, hidden, v, *settings, None, mask.expand(1, 1, 70, 70))
+    assert torch.equal(out, want) and torch.equal(lse, want_lse)
+    _, dk, dv = ops.attention_flash_backward(grad, q, k, v, out, lse, *settings, mask.expand(1, 1, 70, 70))
+    want = ops.attention_flash_backward(grad, q, hidden, v, out, lse, *settings, mask.expand(1, 1, 70, 70))
+    assert torch.equal(dk, want[1]) and torch.equal(dv, want[2])

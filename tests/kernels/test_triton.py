@@ -134,6 +134,11 @@ def test_regions_in_the_interpreter():
     assert all(d < 2e-6 for d in worker("interpret")["regions"].values()), worker("interpret")["regions"]
 
 
+@needs_triton
+def test_infinities_and_nan_in_the_interpreter():
+    assert not any(worker("interpret")["not_finite"].values()), worker("interpret")["not_finite"]
+
+
 def assert_lowered(found, codegen):
     ours = [k for k in found["kernels"] if ": triton, " in k]
     left_to_codegen = ("rms_norm", "rope", "swiglu") if codegen == "inductor" else ()

@@ -32,7 +32,7 @@ import torch
 import triton
 
 from mindspeed_fx.kernels.triton.launch import launching
-from tests.kernels import loss_cases, region_cases
+from tests.kernels import loss_cases, region_cases, triton_not_finite
 from tests.kernels import triton_cases as cases
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -49,6 +49,7 @@ def interpret() -> dict[str, Any]:
     found["loss_in_chunks"] = loss_cases.distances("cpu")
     found["loss_not_finite"] = loss_cases.what_is_not_finite("cpu")
     found["regions"] = region_cases.distances(F32)
+    found["not_finite"] = triton_not_finite.counts("cpu")
     return found | distances(rest=False)
 
 

@@ -120,19 +120,21 @@ void hide(float* s, const Tile& t, const Problem& n) {
   }
 }
 
-// Adds a tile of the mask to the scores; ``work`` holds a tile.
+// Adds a tile of the mask to the scores, or sets those that it does not allow, be they NaN; ``work`` holds a tile.
 void add_mask(const Mask& m, int64_t b, int64_t h, const Tile& t, float* s, float* work) {
   const auto add = [&](auto* type) {
+    constexpr bool SETS = std::is_same_v<decltype(type), Allowed*>;
+    const auto masked = [](float score, float mask) { return !SETS ? score + mask : mask < 0.0f ? mask : score; };
     const auto* from = static_cast<decltype(type)>(const_cast<void*>(m.data)) + b * m.batch + h * m.head + t.q0 * m.row + t.k0;
     if (m.row == 0) {  // the same for every query
       widen(from, t.nk, work);
       for (int64_t y = 0; y < t.nk; ++y)
-        for (int64_t c = 0; c < t.nq; ++c) s[y * T + c] += work[y];
+        for (int64_t c = 0; c < t.nq; ++c) s[y * T + c] = masked(s[y * T + c], work[y]);
       return;
     }
     transpose(from, m.row, t.nq, t.nk, work, T);
     for (int64_t y = 0; y < t.nk; ++y)
-      for (int64_t c = 0; c < t.nq; ++c) s[y * T + c] += work[y * T + c];
+      for (int64_t c = 0; c < t.nq; ++c) s[y * T + c] = masked(s[y * T + c], work[y * T + c]);
   };
   if (m.type == ALLOWED)
     add(static_cast<Allowed*>(nullptr));

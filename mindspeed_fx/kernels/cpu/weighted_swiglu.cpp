@@ -22,7 +22,8 @@ struct Gate {
   float* dweight;          // [rows]
 };
 
-inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(std::min(-x, 88.0f))); }
+// None below -88, where the exponential would overflow: what is left there times the largest number would be some.
+inline float sigmoid(float x) { return x < -88.0f ? 0.0f : 1.0f / (1.0f + exponential(-x)); }
 
 template <class E>
 void multiply_row(const Gate& p, int64_t r, E* type) {

@@ -49,7 +49,7 @@ def _join(dgate: Tensor, dup: Tensor, x: Tensor, up: Tensor | None, interleaved:
 
 
 def _inside(dgate: Tensor, dup: Tensor, gate: Tensor, u: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    return dgate.masked_fill(gate > limit, 0.0), dup.masked_fill(u.abs() > limit, 0.0)
+    return dgate.where(gate <= limit, 0.0), dup.where(u.abs() <= limit, 0.0)
 
 
 @lowering(clipped_swiglu, "npu_fast_gelu, aten clamps and products", _clipped_quick, GELU)

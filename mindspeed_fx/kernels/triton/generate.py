@@ -36,15 +36,18 @@ _CALLS = {
     "abs": "tl.abs({0})",
     "sigmoid": "tl.sigmoid({0})",
     "silu": "({0} * tl.sigmoid({0}))",
-    "relu": "tl.maximum({0}, 0.0)",
+    "relu": "tl.where({0} <= 0.0, 0.0, {0})",
     "erf": "tl.erf({0})",
-    "maximum": "tl.maximum({0}, {1})",
-    "minimum": "tl.minimum({0}, {1})",
+    "maximum": "tl.where(({0} > {1}) | ({0} != {0}), {0}, {1})",
+    "minimum": "tl.where(({0} < {1}) | ({0} != {0}), {0}, {1})",
     "where": "tl.where({0}, {1}, {2})",
     "sum": "tl.sum(tl.where(mask, {0}, 0.0), axis=1)[:, None]",
     "mean": "(tl.sum(tl.where(mask, {0}, 0.0), axis=1)[:, None] / N)",
-    "amax": "tl.max(tl.where(mask, {0}, float('-inf')), axis=1)[:, None]",
+    "amax": "tl.where({nan}, float('nan'), tl.max(tl.where(mask, {0}, float('-inf')), axis=1)[:, None])".replace(
+        "{nan}", "tl.max(tl.where(mask & ({0} != {0}), 1.0, 0.0), axis=1)[:, None] > 0.0"
+    ),
 }
+"""NaN goes on, as in ATen: Triton's own maxima and minima pass it over."""
 _NARROW = {torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16"}
 _HEAD = """import triton
 import triton.language as tl

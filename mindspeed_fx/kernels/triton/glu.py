@@ -35,8 +35,8 @@ def activate(x, ACTIVATION: tl.constexpr):
         y = x * share
         slope = share + y * (rest * share) * (1.5957691216057308 + 0.21406444881780076 * x * x)
     elif ACTIVATION == RELU:
-        y = tl.maximum(x, 0.0)
-        slope = tl.where(x > 0.0, 1.0, 0.0)
+        y = tl.where(x <= 0.0, 0.0, x)  # NaN stays NaN, which tl.maximum makes zero
+        slope = tl.where(x <= 0.0, 0.0, 1.0)
     elif ACTIVATION == SILU:
         share = tl.sigmoid(x)
         y = x * share
@@ -94,7 +94,11 @@ def glu_backward(
         gate = tl.load(gate_ptr + row * GATE_STRIDE + cols, mask=cols < N, other=0.0).to(tl.float32)
         up = tl.load(up_ptr + row * UP_STRIDE + cols, mask=cols < N, other=0.0).to(tl.float32)
         y, slope = activate(gate, ACTIVATION)
-        tl.store(dgate_ptr + row * DGATE_STRIDE + cols, (g * up * slope).to(dgate_ptr.dtype.element_ty), mask=cols < N)
+        if ACTIVATION == RELU:
+            dgate = tl.where(gate <= 0.0, 0.0, g * up)  # zero, be the gradient infinite or NaN
+        else:
+            dgate = g * up * slope
+        tl.store(dgate_ptr + row * DGATE_STRIDE + cols, dgate.to(dgate_ptr.dtype.element_ty), mask=cols < N)
         tl.store(dup_ptr + row * DUP_STRIDE + cols, (g * y).to(dup_ptr.dtype.element_ty), mask=cols < N)
 
 

@@ -51,7 +51,7 @@ def steps(raw, first, seq, SOFTPLUS: tl.constexpr, T: tl.constexpr):
     if SOFTPLUS:
         e = tl.exp(tl.minimum(raw, 20.0))
         w = 1.0 + e
-        raw = tl.where(raw > 20.0, raw, tl.where(w == 1.0, e, tl.log(w) * (e / (w - 1.0))))
+        raw = tl.where(raw <= 20.0, tl.where(w == 1.0, e, tl.log(w) * (e / (w - 1.0))), raw)
     return tl.where(tl.arange(0, T)[:, None] < seq - first, raw, 0.0)
 
 

@@ -3,7 +3,8 @@
 ``relu(x) ** 2`` in any spelling of square and relu (``clamp(min=0)``, ``maximum`` with zero, ``where``, ``relu(x) *
 x``); ``x * sigmoid(1.702 x)`` in any spelling of the logistic function. Safe because the operator evaluates the same
 formula in at least the same precision; where the spellings of relu differ, in the gradient at zero, that of the square
-is zero.
+is zero. What is NaN stays NaN, as with relu (``where`` makes it zero), and minus infinity becomes zero (a product with
+the mask makes it NaN).
 """
 
 from __future__ import annotations

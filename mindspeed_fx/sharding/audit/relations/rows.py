@@ -136,15 +136,14 @@ def masked(x: Rows, mask: Sequence[Tensor]) -> Rows:
 
 def exchanged(c: Context, x: Rows, size: int, messages: Sequence[Tensor], receives: Sequence[Tensor]) -> Rows:
     """Runs of rows to every rank of a group, zeros behind what comes."""
+    runs = [p.split([*sent.tolist(), len(p) - int(sent.sum())]) for p, sent in zip(x.pairs, messages)]
     result = []
     for place in c.places:
         ranks = c.members(place.rank)
-        mine, come = ranks.index(place.rank), []
-        for i, r in enumerate(ranks):
-            run = x.pairs[r].split([*messages[r].tolist(), len(x.pairs[r]) - int(messages[r].sum())])[mine]
-            if len(run) != int(receives[place.rank][i]):
-                raise Unproved("a rank sends another number of rows than is received")
-            come.append(run)
+        mine = ranks.index(place.rank)
+        come = [runs[r][mine] for r in ranks]
+        if [len(run) for run in come] != receives[place.rank].tolist()[: len(ranks)]:
+            raise Unproved("a rank sends another number of rows than is received")
         got = torch.cat(come)
         if len(got) > size:
             raise Unproved("more rows come than there is room for")
