@@ -18,6 +18,8 @@ import torch
 import torch._functorch.config as functorch_config
 import torch.fx as fx
 
+from mindspeed_fx.compat import fx_graph
+
 Choose = Callable[[fx.Graph, Any], "list[fx.Node] | None"]
 """(joint graph, torch's classification of its nodes) -> the nodes to save, or None to leave that to torch's min-cut."""
 
@@ -63,6 +65,7 @@ def partition(
         mock.patch.object(partitioners, "choose_saved_values_set", decide),
         mock.patch.object(compile_utils, "rand_ops", _Drawing()),
         _standing_in_for_networkx(cut),
+        fx_graph.code_when_called(),  # of the joint graph, which torch makes anew twice on the way and nobody calls
     ):
         return partitioners.min_cut_rematerialization_partition(gm, inputs, **kwargs)
 
