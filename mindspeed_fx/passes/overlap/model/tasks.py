@@ -176,15 +176,15 @@ class TaskGraph:
     def buffer_users(self) -> tuple[list[int], list[int], list[list[int]], list[list[int]]]:
         """Of each buffer its bytes; of each task the bytes that it makes, and the buffers that are freed one day of
         those that it makes or uses; of each buffer the tasks that make or use it, in order."""
-        made, uses, users = [0] * len(self.tasks), [[] for _ in self.tasks], []
+        results, uses, users = [0] * len(self.tasks), [[] for _ in self.tasks], []
         for n, buffer in enumerate(self.buffers):
             users.append(sorted({buffer.made_by, *buffer.users} - {-1}))
             if buffer.made_by >= 0:
-                made[buffer.made_by] += buffer.bytes
+                results[buffer.made_by] += buffer.bytes
             if not buffer.kept and buffer.bytes:
                 for i in users[-1]:
                     uses[i].append(n)
-        return [b.bytes for b in self.buffers], made, uses, users
+        return [b.bytes for b in self.buffers], results, uses, users
 
     @cached_property
     def needed(self) -> list[int]:
