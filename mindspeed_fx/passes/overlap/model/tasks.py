@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Iterable, Sequence
+from typing import Any, Callable, Hashable, Iterable, Sequence, TypeVar
 
 import numpy as np
 
 from mindspeed_fx.passes.overlap.model import bounds
 
 COMPUTE = "compute"
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,16 @@ class TaskGraph:
     def needed(self) -> list[int]:
         """How many tasks each task needs."""
         return [len(set(t.needs)) for t in self.tasks]
+
+    def remember(self, key: Hashable, work: Callable[[], Result]) -> Result:
+        """What ``work`` returned when it was first asked for under ``key``, as long as the graph lives."""
+        if key not in self._known:
+            self._known[key] = work()
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[Hashable, Any]:
+        return {}
 
     def places(self, order: Sequence[int]) -> np.ndarray:
         """Place of each task in ``order``; one more entry, 0, for what is there from the start."""
