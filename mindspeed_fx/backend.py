@@ -70,6 +70,7 @@ def mindspeed(
         raise OptionError(
             f'mode={mode!r} is not supported by the mindspeed backend; give options={{"inductor": {{...}}}} instead'
         )
+    dynamo.while_compiling(mindspeed, without_collection)
     resolved = Options.parse(options).resolve(device_of(example_inputs))
     is_meta = {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)} == {"meta"}
     return Compilation(resolved, is_meta).compile(gm, example_inputs)
@@ -394,3 +395,4 @@ def identity(options: Options) -> str:
 
 
 bisector.register_bisector()
+dynamo.while_compiling(mindspeed, without_collection)

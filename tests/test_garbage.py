@@ -6,6 +6,7 @@ import gc
 import weakref
 
 import pytest
+import torch
 
 from mindspeed_fx import garbage
 from mindspeed_fx.garbage import without_collection
@@ -78,3 +79,23 @@ def test_a_collector_that_is_off_stays_off():
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_it_is_off_while_dynamo_reads_for_this_backend_alone():
+    seen = []
+
+    @torch.compiler.assume_constant_result
+    def look():
+        seen.append(gc.isenabled())
+        return 1.0
+
+    torch._dynamo.reset()  # which forgets what was registered; the next graph says it again
+    x = torch.ones(2)
+    for backend, options, step in (
+        ("mindspeed", {"codegen": "eager"}, lambda x: x + look()),
+        ("mindspeed", {"codegen": "eager"}, lambda x: x - look()),
+        ("eager", None, lambda x: x * look()),
+    ):
+        torch.compile(step, backend=backend, options=options, fullgraph=True)(x)
+        assert gc.isenabled()
+    assert seen[1:] == [False, True]

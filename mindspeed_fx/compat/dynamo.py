@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import time
 import warnings
 from typing import Any, Callable, Iterator
@@ -214,3 +215,45 @@ def starts_over(error: BaseException) -> bool:
     from torch._dynamo.exc import RestartAnalysis
 
     return isinstance(error, RestartAnalysis)
+
+
+class _Around:
+    """A context that Dynamo enters before it reads a frame for one backend and leaves when the frame is compiled."""
+
+    def __init__(self, backend: Callable, context: Callable[[], contextlib.AbstractContextManager]):
+        self.backend, self.context = backend, context
+        self.entered = contextlib.ExitStack()
+
+    def start(self, *_: Any) -> None:
+        if _compiles_for(self.backend):
+            self.entered.enter_context(self.context())
+
+    def end(self, *_: Any) -> None:
+        self.entered.close()
+
+
+def while_compiling(backend: Callable, context: Callable[[], contextlib.AbstractContextManager]) -> None:
+    """Have Dynamo compile every frame for ``backend``, the reading of Python included, within ``context()``. To be said
+    again after ``torch._dynamo.reset``, which forgets it; saying it twice is once.
+    """
+    import torch._dynamo
+
+    handler = torch._dynamo.callback_handler
+    if not any(isinstance(getattr(f, "__self__", None), _Around) for f in handler.start_callbacks):
+        around = _Around(backend, context)
+        handler.register_start_callback(around.start)
+        handler.register_end_callback(around.end)
+
+
+def _compiles_for(backend: Callable) -> bool:
+    """Whether the frame that Dynamo begins with, a few callers up, is for ``backend``."""
+    from torch._dynamo import convert_frame, eval_frame
+
+    frame = sys._getframe()
+    for _ in range(16):
+        if frame is None or frame.f_code is convert_frame._compile.__code__:
+            break
+        frame = frame.f_back
+    compiler = frame.f_locals.get("compiler_fn") if frame is not None else None
+    own = eval_frame.innermost_backend(compiler) if compiler is not None else None
+    return getattr(own, "compiler_fn", own) is backend

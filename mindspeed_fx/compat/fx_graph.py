@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from typing import Any
+from typing import Any, Iterator
+from unittest import mock
 
 import torch
 import torch.fx as fx
@@ -42,9 +44,29 @@ def lazy_graph(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
 def recompile_when_called(gm: fx.GraphModule) -> None:
     """The code of ``gm`` is out of date: it is written when it is next called or read, as of what Dynamo hands over.
     (AOTAutograd's backward graphs are not so by themselves; every graph module has a class of its own.)"""
-    if type(gm).__bases__ == (fx.GraphModule,) and type(gm) is not fx.GraphModule:
-        type(gm).__bases__ = (_LazyGraphModule,)
+    _made_lazy(gm)
     gm.recompile()
+
+
+def _made_lazy(gm: fx.GraphModule) -> bool:
+    """Whether the class of ``gm`` was torch's usual one, and now is a lazy one."""
+    usual = type(gm).__bases__ == (fx.GraphModule,) and type(gm) is not fx.GraphModule
+    if usual:
+        type(gm).__bases__ = (_LazyGraphModule,)
+    return usual
+
+
+@contextlib.contextmanager
+def code_when_called() -> Iterator[None]:
+    """Meanwhile every graph module that is made, or changed, is as :func:`recompile_when_called` leaves it."""
+    own = fx.GraphModule.recompile
+
+    @functools.wraps(own)
+    def recompile(gm: fx.GraphModule) -> Any:
+        return gm.recompile() if _made_lazy(gm) else own(gm)
+
+    with mock.patch.object(fx.GraphModule, "recompile", recompile):
+        yield
 
 
 def unused_attribute(gm: fx.GraphModule, stem: str) -> str:

@@ -116,7 +116,8 @@ def compile_with_inductor(
     if not caches or not joint_cache:
         functorch.update(enable_autograd_cache=False, enable_remote_autograd_cache=False)
     known = functorch_config.get_config_copy()
-    with functorch_config.patch(**{k: v for k, v in functorch.items() if k in known}):
+    settings = functorch_config.patch(**{k: v for k, v in functorch.items() if k in known})
+    with settings, structured_trace.without_unread_graphs():
         table = {**inductor_decompositions(), **decompositions} if decompositions else None
         try:
             return compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches, decompositions=table)

@@ -8,21 +8,32 @@ the choice alone, a module-level function with one signature from torch 2.11 to 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterator, Sequence
 from unittest import mock
 
 import torch
 import torch._functorch.config as functorch_config
 import torch.fx as fx
 
+from mindspeed_fx.compat import fx_graph
+
 Choose = Callable[[fx.Graph, Any], "list[fx.Node] | None"]
 """(joint graph, torch's classification of its nodes) -> the nodes to save, or None to leave that to torch's min-cut."""
 
+MinimumCut = Callable[[Any, str, str], "tuple[float, tuple[set[str], set[str]]] | None"]
+"""(networkx graph, source, sink) -> capacity and the two sides of a minimum cut, or None to leave it to networkx."""
+
 
 def partition(
-    gm: fx.GraphModule, inputs: Sequence[Any], choose: Choose, memory_budget: float | None = None, **kwargs: Any
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    choose: Choose,
+    memory_budget: float | None = None,
+    cut: MinimumCut | None = None,
+    **kwargs: Any,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward of a joint graph.
 
@@ -30,6 +41,7 @@ def partition(
         choose: says what the forward saves.
         memory_budget: where ``choose`` leaves that to torch, the fraction of the activations' bytes to keep; None: what
             pays.
+        cut: asked for torch's minimum cut before networkx is.
         kwargs: what AOTAutograd hands to a partitioner; arguments that this version does not know are refused, not
             dropped.
     """
@@ -52,8 +64,29 @@ def partition(
         functorch_config.patch(**settings),
         mock.patch.object(partitioners, "choose_saved_values_set", decide),
         mock.patch.object(compile_utils, "rand_ops", _Drawing()),
+        _standing_in_for_networkx(cut),
+        fx_graph.code_when_called(),  # of the joint graph, which torch makes anew twice on the way and nobody calls
     ):
         return partitioners.min_cut_rematerialization_partition(gm, inputs, **kwargs)
+
+
+@contextlib.contextmanager
+def _standing_in_for_networkx(cut: MinimumCut | None) -> Iterator[None]:
+    """Meanwhile ``networkx.minimum_cut(graph, source, sink)`` is ``cut``'s, where that has one."""
+    if cut is None:
+        yield
+        return
+    import networkx
+
+    own = networkx.minimum_cut
+
+    @functools.wraps(own)
+    def minimum_cut(graph: Any, source: str, sink: str, *args: Any, **kwargs: Any) -> Any:
+        result = cut(graph, source, sink) if not args and not kwargs else None
+        return own(graph, source, sink, *args, **kwargs) if result is None else result
+
+    with mock.patch.object(networkx, "minimum_cut", minimum_cut):
+        yield
 
 
 class _Drawing:

@@ -34,7 +34,7 @@ def named_in_torch_logs() -> set[str]:
 @contextlib.contextmanager
 def without_unread_graphs() -> Iterator[None]:
     """Meanwhile AOTAutograd writes its graphs as text where a log or trace takes them, and not for nobody: of 64 layers
-    that is 0.9 s.
+    that is 0.9 s. What it keeps in its cache has no text then, for the logs of a later start.
     """
     from torch._functorch._aot_autograd import graph_compile
 

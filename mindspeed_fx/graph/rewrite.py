@@ -13,7 +13,7 @@ from mindspeed_fx.graph.edit import drop_dead, release
 from mindspeed_fx.graph.layout import layout_is_free
 from mindspeed_fx.graph.match import hint, value
 from mindspeed_fx.graph.new_call import NewCall, call_meta
-from mindspeed_fx.graph.recompile import recompile
+from mindspeed_fx.graph.recompile import is_unchanged, leave, recompile
 
 aten = torch.ops.aten
 
@@ -96,8 +96,13 @@ def substitute(gm: fx.GraphModule, old: fx.Node, new: fx.Node) -> str | None:
 
 
 def finish(gm: fx.GraphModule) -> None:
-    """After rewriting: drop what nobody uses, bring fake values up to date, refresh the annotations."""
+    """After rewriting: drop what nobody uses, bring fake values up to date, refresh the annotations. Of a graph that no
+    pass has touched since it was last done there is nothing to do.
+    """
+    if is_unchanged(gm):
+        return
     drop_dead(gm)
     fake.refresh_values(gm)
     annotate(gm)
     recompile(gm)
+    leave(gm)

@@ -6,11 +6,13 @@ the reductions it is made of and can save or recompute each; an operator with a 
 
 from __future__ import annotations
 
+import math
 from typing import Any, Callable, Sequence
 
 import torch.fx as fx
 
 from mindspeed_fx.compat import inductor, partitioner
+from mindspeed_fx.partition.max_flow import ENDLESS, SINK, SOURCE, Network
 
 
 class Partitioner(inductor.CustomPartitioner):
@@ -50,6 +52,7 @@ class Partitioner(inductor.CustomPartitioner):
             joint_inputs,
             self.decide,
             self.memory_budget if isinstance(self.memory_budget, float) else None,
+            minimum_cut,
             **kwargs,
         )
         self.finish(forward, backward)
@@ -61,3 +64,30 @@ class Partitioner(inductor.CustomPartitioner):
     def __reduce__(self) -> tuple:
         # Inductor's cache key pickles its configuration: only the identity may count.
         return (str, (self.identity,))
+
+
+def minimum_cut(graph: Any, source: str, sink: str) -> tuple[int, tuple[set[str], set[str]]] | None:
+    """``networkx.minimum_cut`` of torch's graph, in a tenth of its time and with the same result: where capacities are
+    integers, the smallest sink side of a minimum cut does not depend on the algorithm.
+
+    Args:
+        graph: a ``networkx.DiGraph`` whose edges have a "capacity", infinite where they must not be cut.
+
+    Returns:
+        The capacity of the cut, and its two sides; None where a capacity is no integer, or no cut is finite, which
+        networkx is left to say.
+    """
+    number = {name: 2 + i for i, name in enumerate(graph)} | {source: SOURCE, sink: SINK}
+    network = Network(2 + len(number))
+    for a, edges in graph.adjacency():
+        for b, data in edges.items():
+            capacity = data.get("capacity", math.inf)
+            if capacity != math.inf and capacity != int(capacity):
+                return None
+            network.add(number[a], number[b], ENDLESS if capacity == math.inf else int(capacity))
+    flow = network.solve()
+    if flow >= ENDLESS:
+        return None
+    inside = network.sink_side()
+    behind = {name for name, i in number.items() if inside[i]}
+    return flow, (number.keys() - behind, behind)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import fnmatch
 import json
 import math
 import re
@@ -30,6 +29,7 @@ from typing import Any, ClassVar, Iterable, Mapping
 from mindspeed_fx.errors import OptionError, nearest
 from mindspeed_fx.options import POLICIES, is_policy
 from mindspeed_fx.sharding import plan_file
+from mindspeed_fx.sharding.patterns import matching
 
 Placed = Mapping[str, str]
 """Mesh dimension -> placement."""
@@ -328,11 +328,6 @@ def parse_placement(word: Any, where: str) -> int | None:
         valid = "R (whole), S(d) (divided along dimension d), S(d:8+4+4) (each of its pieces of so many elements)"
         raise ShardingError(f"{where}: placement {word!r}; valid: {valid}")
     return int(result.group(1)) if result.group(1) else None
-
-
-def matching(patterns: Iterable[str], name: str) -> list[str]:
-    """The patterns that match ``name``."""
-    return [p for p in patterns if fnmatch.fnmatchcase(name, p)]
 
 
 def placement_of(section: Mapping[str, Placed], name: str, what: str) -> dict[str, str]:

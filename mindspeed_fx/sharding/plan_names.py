@@ -6,6 +6,7 @@ import fnmatch
 from typing import Iterable
 
 from mindspeed_fx.errors import nearest
+from mindspeed_fx.sharding.patterns import is_glob
 from mindspeed_fx.sharding.plan import ShardingError
 
 
@@ -16,6 +17,7 @@ def check_patterns(patterns: Iterable[str], names: Iterable[str], what: str, pla
         ShardingError: with the nearest name.
     """
     names = list(names)
+    known = set(names)
     for pattern in patterns:
-        if not fnmatch.filter(names, pattern):
+        if not (fnmatch.filter(names, pattern) if is_glob(pattern) else pattern in known):
             raise ShardingError(f'plan "{plan}" names no {what}: "{pattern}"{nearest(pattern, names)}')

@@ -127,7 +127,11 @@ def choose(work: GraphTasks, candidates: list[Candidate], allowance: int) -> tup
     effort = len(graph) if len(graph) > LARGE else max(4 * len(graph), min(16 * len(graph), 30_000))
     base = schedule(graph, allowance=allowance, work=effort).seconds
     best, seconds = [], base
+    seen = []  # several sizes may come to the same buckets
     for results, together, peak in fitting:
+        if (members := [[c.task for c in bucket] for bucket in results]) in seen:
+            continue
+        seen.append(members)
         step = schedule(together, allowance=limit - peak, work=effort).seconds
         if step < seconds * (1 - 1e-6):
             best, seconds = results, step

@@ -27,7 +27,8 @@ from mindspeed_fx.graph.schema import argument
 from mindspeed_fx.passes.base import Context, PassReport, register, site
 from mindspeed_fx.report.records import Skip
 from mindspeed_fx.sharding.constraint import constrain, operands
-from mindspeed_fx.sharding.plan import Boundary, Placed, ShardingError, matching
+from mindspeed_fx.sharding.patterns import matching_alternatives
+from mindspeed_fx.sharding.plan import Boundary, Placed, ShardingError
 
 aten = torch.ops.aten
 
@@ -71,7 +72,7 @@ class _Edges:
     def _operators_found(self) -> None:
         """Each operator pattern has to be met once in the graph, unless one of its alternatives is ("a|b")."""
         for pattern in self.plan.operators:
-            if not any(matching(pattern.split("|"), name) for name in self.seen):
+            if not any(matching_alternatives([pattern], name) for name in self.seen):
                 self.report.skipped.append(
                     Skip(
                         pattern,
@@ -204,7 +205,7 @@ class _Edges:
 
 def _combine_edges(section: Mapping[str, Boundary], name: str) -> Boundary | None:
     """What all patterns for ``name`` say together."""
-    results = [edge for pattern, edge in section.items() if matching(pattern.split("|"), name)]
+    results = [section[pattern] for pattern in matching_alternatives(section, name)]
     if not results:
         return None
     arguments = {k: v for edge in results for k, v in edge.arguments.items()}

@@ -20,7 +20,8 @@ from mindspeed_fx.graph.recompile import recompile
 from mindspeed_fx.passes.base import Context, PassReport, register, site
 from mindspeed_fx.passes.sharding.sorted_rows import choices, move_edges, weigh_before
 from mindspeed_fx.sharding.constraint import operands
-from mindspeed_fx.sharding.plan import ShardingError, matching
+from mindspeed_fx.sharding.patterns import matching
+from mindspeed_fx.sharding.plan import ShardingError
 
 NAME = "sharding.token_dispatch"
 aten, ops = torch.ops.aten, torch.ops.mindspeed

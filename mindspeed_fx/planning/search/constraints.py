@@ -9,7 +9,8 @@ from typing import Any
 from mindspeed_fx.planning.search.problem import Node, Problem
 from mindspeed_fx.planning.search.solve import Allowed
 from mindspeed_fx.planning.search.strategy_space import SUMMED, Label, P, R, Strategy
-from mindspeed_fx.sharding.plan import Placed, Plan, matching, parse_placement, placement_of
+from mindspeed_fx.sharding.patterns import matching
+from mindspeed_fx.sharding.plan import Placed, Plan, parse_placement, placement_of
 
 ARGUMENTS = {"attention": ("q", "k", "v"), "moe_permute": ("tokens",)}
 """Arguments of operators that a plan places."""

@@ -72,12 +72,7 @@ def layer_of(gm: fx.GraphModule, layers: set[str], ranks: int, divided: bool, ha
         divided: between pairs of linear layers a rank has a part of the activations (sequence parallelism).
     """
     seconds = {n.name: n.seconds for n in estimate(gm, hardware).nodes}
-    inside = [
-        n
-        for n in gm.graph.nodes
-        if n.op == "call_function"
-        and any(module_path(n) == name or module_path(n).startswith(f"{name}.") for name in layers)
-    ]
+    inside = [n for n in gm.graph.nodes if n.op == "call_function" and _is_inside(module_path(n), layers)]
     sent = [
         n
         for n in inside
@@ -201,6 +196,15 @@ def describe_best(name: str, results: Sequence[Rival], ranks: int, hardware: Har
                 f"{(r.memory - own.memory) / 2**20:+.1f} MiB ({r.collectives})"
             )
     return lines
+
+
+def _is_inside(path: str, layers: set[str]) -> bool:
+    """Whether the module of this path is one of ``layers`` or part of one."""
+    while path:
+        if path in layers:
+            return True
+        path = path.rpartition(".")[0]
+    return False
 
 
 def _word(node: fx.Node) -> str:

@@ -27,7 +27,8 @@ from mindspeed_fx.kernels.sharding import register_sharding_rules
 from mindspeed_fx.report.source import source_line
 from mindspeed_fx.sharding.between_stages import placements_between
 from mindspeed_fx.sharding.constraint import constrain
-from mindspeed_fx.sharding.plan import Plan, ShardingError, matching
+from mindspeed_fx.sharding.patterns import matching
+from mindspeed_fx.sharding.plan import Plan, ShardingError
 from mindspeed_fx.sharding.spmd import (
     aten_rules,
     draws,

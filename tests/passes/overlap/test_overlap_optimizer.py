@@ -164,7 +164,8 @@ def test_a_bucket_is_one_step(fake_world, monkeypatch):
     def communication_alone(gm, hardware, fused):
         return lambda node: (float(transfer(node, hardware).seconds), "wire") if is_start(node) else (0.0, "")
 
-    monkeypatch.setattr("mindspeed_fx.passes.overlap.bucket.cost_of", communication_alone)
+    for module in ("bucket", "chunking.chunk_search"):  # the first pass hands its tasks on
+        monkeypatch.setattr(f"mindspeed_fx.passes.overlap.{module}.cost_of", communication_alone)
     torch._dynamo.reset()
     m = model()
     mindspeed_fx.step_in_backward(adamw(m))

@@ -27,7 +27,8 @@ def milliseconds(gm, hardware, fused):
 
 @pytest.fixture
 def plain_costs(monkeypatch):
-    monkeypatch.setattr("mindspeed_fx.passes.overlap.schedule.cost_of", milliseconds)
+    for module in ("schedule", "bucket", "chunking.chunk_search"):  # whichever asks first hands its tasks on
+        monkeypatch.setattr(f"mindspeed_fx.passes.overlap.{module}.cost_of", milliseconds)
 
 
 def model(x, w, v, g):
@@ -230,7 +231,8 @@ def test_two_codegens_in_one_group(fake_world, plain_costs, monkeypatch):
             else (5e-3 if ("sum" if fused else "cos") in str(node.target) else 0.0, "")
         )
 
-    monkeypatch.setattr("mindspeed_fx.passes.overlap.schedule.cost_of", costs)
+    for module in ("schedule", "bucket", "chunking.chunk_search"):  # whichever asks first hands its tasks on
+        monkeypatch.setattr(f"mindspeed_fx.passes.overlap.{module}.cost_of", costs)
     found = []
     for rank[0] in (0, 1):
         for codegen in ("eager", "inductor"):
@@ -253,7 +255,6 @@ def test_large_graphs_are_worked_out_once(lone_world, monkeypatch):
     for large in (False, True):
         if large:
             monkeypatch.setattr("mindspeed_fx.passes.overlap.schedule.LARGE", 0)
-            monkeypatch.setattr("mindspeed_fx.passes.overlap.model.task_graph.SHARED", 0)
             monkeypatch.setattr("mindspeed_fx.passes.overlap.chunking.chunk_search.GAIN", 1.0)
             made, whole = [], task_graph.tasks_of
             monkeypatch.setattr(task_graph, "tasks_of", lambda gm, *a, **k: made.append(gm) or whole(gm, *a, **k))

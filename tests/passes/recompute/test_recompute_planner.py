@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_fx.graph.liveness import curve
+from mindspeed_fx.partition.max_flow import SINK, SOURCE, Network
 from mindspeed_fx.passes.recompute.problem import segments
 from mindspeed_fx.passes.recompute.problem.remat_problem import RematProblem
 from mindspeed_fx.passes.recompute.solve import budget_search
 from mindspeed_fx.passes.recompute.solve.budget_search import Search
 from mindspeed_fx.passes.recompute.solve.lower_bound import least_seconds, moments
-from mindspeed_fx.passes.recompute.solve.max_flow import SINK, SOURCE, Network
 from mindspeed_fx.passes.recompute.solve.row_generation import exact_seconds, optimum
 from mindspeed_fx.passes.recompute.solve.threshold_accepting import anneal
 from tests.passes.recompute.random_steps import step

@@ -24,8 +24,6 @@ from mindspeed_fx.passes.overlap.model.tasks import COMPUTE, Buffer, Task, TaskG
 
 LARGE = 12_000
 """Nodes from which passes hand on the order that they have found (benchmarks/results/2026-11-22-overlap_time.txt)."""
-SHARED = 3000
-"""Nodes from which they hand on tasks and prices: of fewer they are worked out in 0.05 s."""
 CostOf = Callable[[fx.Node], tuple[float, str]]
 """Seconds of a node, and the link it uses ("" for compute)."""
 
@@ -85,20 +83,19 @@ def tasks_of(gm: fx.GraphModule, cost: CostOf, *, owned: Callable[[fx.Node], boo
 def cached_tasks(
     gm: fx.GraphModule, context: Context | None, cost: Callable[[], CostOf], owned: Callable[[fx.Node], bool] | None
 ) -> GraphTasks:
-    """:func:`tasks_of`, once for all passes of this family where a graph of more than SHARED nodes has not changed
-    between them.
+    """:func:`tasks_of`, once for all passes of this family where a graph has not changed between them, with what
+    searches have found of it.
 
     Args:
         context: keeps the tasks for the next pass; None of a copy, which no other pass sees.
     """
-    if len(gm.graph.nodes) <= SHARED:
+    if context is None:
         return tasks_of(gm, cost(), owned=owned)
     now = [(n, n.target, n.args, n.kwargs) for n in gm.graph.nodes]
-    before, result = context.overlap.tasks if context is not None else (None, None)
+    before, result = context.overlap.tasks
     if before != now:
         result = tasks_of(gm, cost(), owned=owned)
-    if context is not None:
-        context.overlap.tasks = (now, result)
+    context.overlap.tasks = (now, result)
     return result
 
 

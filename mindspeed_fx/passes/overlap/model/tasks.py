@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Iterable, Sequence
+from typing import Any, Callable, Hashable, Iterable, Sequence, TypeVar
 
 import numpy as np
 
 from mindspeed_fx.passes.overlap.model import bounds
 
 COMPUTE = "compute"
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,35 @@ class TaskGraph:
             integers(used),
             starts,
         )
+
+    @cached_property
+    def buffer_users(self) -> tuple[list[int], list[int], list[list[int]], list[list[int]]]:
+        """Of each buffer its bytes; of each task the bytes that it makes, and the buffers that are freed one day of
+        those that it makes or uses; of each buffer the tasks that make or use it, in order."""
+        results, uses, users = [0] * len(self.tasks), [[] for _ in self.tasks], []
+        for n, buffer in enumerate(self.buffers):
+            users.append(sorted({buffer.made_by, *buffer.users} - {-1}))
+            if buffer.made_by >= 0:
+                results[buffer.made_by] += buffer.bytes
+            if not buffer.kept and buffer.bytes:
+                for i in users[-1]:
+                    uses[i].append(n)
+        return [b.bytes for b in self.buffers], results, uses, users
+
+    @cached_property
+    def needed(self) -> list[int]:
+        """How many tasks each task needs."""
+        return [len(set(t.needs)) for t in self.tasks]
+
+    def remember(self, key: Hashable, work: Callable[[], Result]) -> Result:
+        """What ``work`` returned when it was first asked for under ``key``, as long as the graph lives."""
+        if key not in self._known:
+            self._known[key] = work()
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[Hashable, Any]:
+        return {}
 
     def places(self, order: Sequence[int]) -> np.ndarray:
         """Place of each task in ``order``; one more entry, 0, for what is there from the start."""

@@ -88,7 +88,7 @@ class _ListScheduler:
         tasks = self.tasks = graph.tasks
         self.users, self.keys = graph.users, keys
         self.patience, self.expected, self.release = patience, expected, release
-        self.missing = [len(set(t.needs)) for t in tasks]
+        self.missing = list(graph.needed)
         self.end, self.ready_at = [0.0] * len(tasks), [0.0] * len(tasks)
         self.anchor = Anchor(graph, limit)
         self.issued = self.anchor.issued  # what memory had issued out of turn stays in the heaps

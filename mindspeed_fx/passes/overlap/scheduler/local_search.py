@@ -77,7 +77,7 @@ def _schedule(graph: TaskGraph, allowance: int | None, work: int) -> Timeline:
         for anchor in _anchors(graph, limit, order):
             if spent + len(graph) > work or search._done():
                 break
-            moved = reorder(graph, anchor)
+            moved = graph.remember(("reordered", tuple(anchor)), lambda: reorder(graph, anchor))
             search = _Search(moved, limit, simulate(moved, memory=False))
             search.run((work - spent + 1) // 2)
             spent += search.spent
@@ -129,7 +129,6 @@ class _Search:
         self.graph, self.limit = graph, limit
         self.best, self.best_order = arg.seconds, list(arg.order)
         self.bound = graph.highest_bound
-        self.reverse: TaskGraph | None = None
         self.expected: list[float] | None = None
         self.release: list[float] | None = None
         self.spent = self.stale = 0
@@ -171,9 +170,7 @@ class _Search:
             keys = self._latest_starts(end)
 
     def _try(self, keys: Sequence[float], patience: float) -> tuple[float, list[float]]:
-        order, end = list_schedule(
-            self.graph, keys, limit=self.limit, patience=patience, expected=self.expected, release=self.release
-        )
+        order, end = _listed(self.graph, keys, self.limit, patience, self.expected, self.release)
         self.spent += len(self.graph)
         seconds, self.stale = max(end, default=0.0), self.stale + 1
         if seconds < self.best:
@@ -185,17 +182,37 @@ class _Search:
     def _latest_starts(self, end: list[float]) -> list[float]:
         """Starts of a schedule made from the end of the step towards its beginning, late tasks first."""
         size = len(self.graph)
-        if self.reverse is None:
-            tasks = self.graph.tasks
-            self.reverse = TaskGraph(
-                [
-                    Task(t.name, t.seconds, t.resource, tuple(size - 1 - u for u in self.graph.users[i]))
-                    for i, t in reversed(list(enumerate(tasks)))
-                ]
-            )
-        _, reversed_end = list_schedule(self.reverse, [-end[size - 1 - i] for i in range(size)])
+        reverse = self.graph.remember("reversed", lambda: _turned(self.graph))
+        _, reversed_end = _listed(reverse, [-end[size - 1 - i] for i in range(size)])
         self.spent += size
         return [-reversed_end[size - 1 - i] for i in range(size)]
+
+
+def _turned(graph: TaskGraph) -> TaskGraph:
+    """The tasks from the last to the first, each needing what needed it; without memory."""
+    size = len(graph)
+    return TaskGraph(
+        [
+            Task(t.name, t.seconds, t.resource, tuple(size - 1 - u for u in graph.users[i]))
+            for i, t in reversed(list(enumerate(graph.tasks)))
+        ]
+    )
+
+
+def _listed(
+    graph: TaskGraph,
+    keys: Sequence[float],
+    limit: int | None = None,
+    patience: float = 0.0,
+    expected: Sequence[float] | None = None,
+    release: Sequence[float] | None = None,
+) -> tuple[list[int], list[float]]:
+    """:func:`list_schedule`, which a second search of the same graph, with more work or less, begins with again."""
+    known = (tuple(keys), limit, patience, expected and tuple(expected), release and tuple(release))
+    return graph.remember(
+        known,
+        lambda: list_schedule(graph, keys, limit=limit, patience=patience, expected=expected, release=release),
+    )
 
 
 def just_in_time(graph: TaskGraph, margin: float) -> list[float]:

@@ -34,22 +34,13 @@ class Anchor:
                 f"the limit of {limit} bytes is under the {int(self.profile.max())} bytes that the order as given needs"
             )
         self._seen = memoryview(self.profile)  # one number is read faster so
-        self._made: list[int] = [0] * self.size
-        self._uses: list[list[int]] = [[] for _ in range(self.size)]
-        self._bytes = [b.bytes for b in graph.buffers]
-        self._users = []
-        for n, buffer in enumerate(graph.buffers):
-            users = sorted({buffer.made_by, *buffer.users} - {-1})
-            self._users.append(users)
-            if buffer.made_by >= 0:
-                self._made[buffer.made_by] += buffer.bytes
-            if not buffer.kept and buffer.bytes:
-                for i in users:
-                    self._uses[i].append(n)
-        self._full = [
-            -1
-        ] * self.size  # where memory was too full for a task when it was last asked for; -1 once it may free more there
+        self._bytes, self._made, self._uses, users = graph.buffer_users
+        self._users = [list(u) for u in users]
+        self._full = [-1] * self.size  # where memory was too full for a task when it was last asked for
         self._adds = [0] * self.size  # what it would have added there
+        self._asked = [0] * self.size  # and when: how many tasks were issued then
+        self._touched = [0] * len(users)  # when a buffer's user was last issued: others may free more since
+        self._time = 0
 
     def allowed(self, i: int) -> bool:
         """May task ``i`` be issued now?"""
@@ -62,7 +53,9 @@ class Anchor:
         if self._seen[now] + result > self.limit:  # while i runs, what it frees is still there
             return False
         if full >= now and self._seen[full] + self._adds[i] > self.limit:
-            return False
+            asked, touched = self._asked[i], self._touched
+            if all(touched[n] <= asked for n in self._uses[i]):
+                return False
         ahead = self.profile[now:i]
         highest = int(ahead.argmax())
         if self._seen[now + highest] + result <= self.limit:
@@ -77,7 +70,7 @@ class Anchor:
             if ahead[highest] <= self.limit:
                 return True
             self._adds[i] = int(ahead[highest] - self.profile[now + highest])
-        self._full[i] = now + highest
+        self._full[i], self._asked[i] = now + highest, self._time
         return False
 
     def issue(self, i: int) -> None:
@@ -89,9 +82,9 @@ class Anchor:
                     self.profile[self.first : i] += self._made[i]
             for low, high, size in freed:
                 self.profile[max(low, self.first) : high] -= size
+            self._time += 1
             for n in self._uses[i]:
-                for user in self._users[n]:
-                    self._full[user] = -1
+                self._touched[n] = self._time
         self.issued[i] = 1
         while self.issued[self.first]:  # there is a zero at the end
             self.first += 1

@@ -12,9 +12,9 @@ import math
 from typing import Callable, Sequence
 
 from mindspeed_fx.compat import partitioner
+from mindspeed_fx.partition.max_flow import ENDLESS, SINK, SOURCE, Network
 from mindspeed_fx.passes.recompute.problem.dataflow import Dataflow, Operation, Value
 from mindspeed_fx.passes.recompute.problem.remat_problem import RematProblem
-from mindspeed_fx.passes.recompute.solve.max_flow import ENDLESS, SINK, SOURCE, Network
 
 UNIT = 1e-15
 """Prices are counted in this, for exact and equal cuts on all ranks: a femtosecond."""
