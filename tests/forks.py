@@ -136,6 +136,7 @@ def start(run: Callable[[], int], out: str | Path, err: str | Path | None = None
         output = os.open(out, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output if err is None else os.open(err, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), 2)
+        _renew_threads()
         code = run()
     except BaseException:
         traceback.print_exc()
@@ -143,6 +144,14 @@ def start(run: Callable[[], int], out: str | Path, err: str | Path | None = None
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _renew_threads() -> None:
+    """A fork makes torch's pool of threads anew when it is first asked for; two threads that ask at once may find none
+    ("Invalid thread pool!"), so that it is asked for while there is one.
+    """
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(torch.get_num_threads())
 
 
 def share_write_results() -> None:
