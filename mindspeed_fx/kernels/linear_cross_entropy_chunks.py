@@ -59,7 +59,8 @@ def run_in_chunks(
     dweight = torch.empty(weight.shape, dtype=summed, device=hidden.device) if needed[1] else None
     dbias = hidden.new_zeros(vocab, dtype=wide) if needed[2] else None
     scale, per_token, later = _factors(upstream, chunk.rounds and hidden.dtype == torch.bfloat16, target, wide)
-    if chunk.takes_ignored and not is_waited_for(hidden.device):
+    marked = chunk.takes_ignored and not is_waited_for(hidden.device)
+    if marked:
         target = _mark_ignored(target, ignore_index, vocab)
         places = slices(len(target), chunk.rows)
     else:
@@ -70,7 +71,9 @@ def run_in_chunks(
             x = hidden[at]
             d, losses[at] = chunk(x, target[at], None if per_token is None else per_token[at])
             if upstream_of is not None and d is not None:
-                d = d.mul_(upstream_of(at, losses[at]).unsqueeze(1))
+                factor = upstream_of(at, losses[at])
+                # Of an ignored token anything may come, and zero times infinity is not zero.
+                d = d.mul_(factor.where(target[at] >= 0, 0.0).unsqueeze(1) if marked else factor.unsqueeze(1))
             if dbias is not None:
                 dbias.add_(d.sum(0, dtype=wide), alpha=scale)
             if dhidden is not None:

@@ -54,8 +54,8 @@ def _distance(device: str, dtype: torch.dtype, mean: bool) -> float:
 
 
 def what_is_not_finite(device: str) -> list[bool]:
-    """Whether logits of an ignored token that are not finite stay out of the gradients, and a target that is no class
-    has NaN for a loss.
+    """Whether logits of an ignored token that are not finite stay out of the gradients, so does a factor of its loss,
+    and a target that is no class has NaN for a loss.
     """
     from mindspeed_fx.kernels.triton import PARTS, load
 
@@ -63,4 +63,15 @@ def what_is_not_finite(device: str) -> list[bool]:
     logits[1] = float("nan")
     target = torch.tensor([3, -1, VOCAB], device=device)
     losses = load(PARTS["linear_cross_entropy_chunk"])(logits, target, None, 0.0, 0.0, 0.0, True)
-    return [not logits[1].any().item(), losses[1].item() == 0, losses[2].isnan().item(), losses[0].isfinite().item()]
+    found = [not logits[1].any().item(), losses[1].item() == 0, losses[2].isnan().item(), losses[0].isfinite().item()]
+    x, w = torch.randn(4, WIDTH, device=device), torch.randn(VOCAB, WIDTH, device=device)
+    target = torch.tensor([1, IGNORED, 2, 3], device=device)
+    factors = torch.where(target == IGNORED, float("inf"), 2.0)
+    with mock.patch.object(chunks, "is_waited_for", lambda _: False):
+        _, dx, dw, _ = chunks.run_in_chunks(
+            x, w, None, target, IGNORED, 0.0, 0.0, 0.0, 1.0, [True, True, False], lambda at, _: factors[at]
+        )
+    exact = [t.double().requires_grad_() for t in (x, w)]
+    loss = 2 * F.cross_entropy(exact[0] @ exact[1].t(), target, reduction="sum")
+    wanted = torch.autograd.grad(loss, exact)
+    return found + [torch.allclose(a.double(), b, atol=1e-4) for a, b in zip((dx, dw), wanted, strict=True)]
