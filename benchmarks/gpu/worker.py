@@ -18,8 +18,8 @@ TRIES = 4
 """Others' values may fill the device for a moment."""
 
 
-class Late(Exception):
-    """The time for compiling is over."""
+class Late(BaseException):
+    """The time for compiling is over; nothing that a compiler catches."""
 
 
 def serve(names: list[str], device: str, elements: int, deadline: float, pipe: Connection) -> None:
