@@ -11,8 +11,8 @@ from typing import Sequence
 
 ROOT = Path(__file__).parents[2]
 TESTS = (
-    "pytest pytest-timeout pytest-xdist coverage expecttest hypothesis pydantic transformers accelerate megatron- "
-    "core einops sentencepiece six pyyaml scipy highspy matplotlib tqdm jinja2 rich pyelftools numpy"
+    "pytest pytest-timeout pytest-xdist coverage expecttest hypothesis pydantic transformers accelerate "
+    "megatron-core einops sentencepiece six pyyaml scipy highspy matplotlib tqdm jinja2 rich pyelftools numpy"
 ).split()
 """What the usual tests import, but for torch, the linters and the documentation's packages."""
 
