@@ -88,17 +88,21 @@ def time_no_guards() -> None:
 
 
 def compile_once() -> None:
-    """Compile a training step for what compiling imports late: half a second of each fork."""
+    """Compile a function for what compiling imports late: half a second of each fork.
+
+    Without gradients: torch for cuda refuses a backward, as a trace of one is, in a fork of a process that ran one.
+    """
     import torch
+    import torch._functorch.partitioners
     from torch._dynamo.utils import counters
 
     import mindspeed_fx.backend  # noqa: F401
+    import mindspeed_fx.compat.partitioner  # noqa: F401
 
     torch.set_num_threads(1)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), torch.no_grad():
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SiLU())
-        compiled = torch.compile(model, backend="mindspeed", options={"codegen": "eager"})
-        compiled(torch.ones(1, 2)).sum().backward()
+        torch.compile(model, backend="mindspeed", options={"codegen": "eager"})(torch.ones(1, 2))
     torch._dynamo.reset()
     counters.clear()
 

@@ -46,7 +46,7 @@ def test_every_schedule_does_all_the_work_and_splitting_never_costs(ranks, micro
         kinds = "FB" if name == "1f1b" else "FRIW"
         assert all(sorted(o) == sorted((k, m) for k in kinds for m in range(microbatches)) for o in orders)
         played[name] = play(orders, parts)
-        assert played[name].waiting <= ranks and 0 <= played[name].bubble < 1
+        assert played[name].waiting <= ranks and -1e-12 <= played[name].bubble < 1
     assert played["ahead"].seconds <= played["1f1b"].seconds * (1 + 1e-9)
 
 
