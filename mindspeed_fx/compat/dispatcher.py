@@ -57,7 +57,7 @@ def multiplies_fp8(device: torch.device) -> bool:
 @functools.cache
 def adds_narrow_products(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether ``torch.addmm(..., out_dtype=torch.float32)`` adds a product of 16-bit matrices to float32 ones in their
-    place, found out by doing so once. On cuda from torch 2.10 on; elsewhere nobody has it."""
+    place, found out by doing so once; it is asked on cuda alone."""
     if device.type != "cuda":
         return False
     x, into = torch.ones(16, 16, dtype=dtype, device=device), torch.ones(16, 16, device=device)

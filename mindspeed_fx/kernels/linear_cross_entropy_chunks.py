@@ -106,11 +106,12 @@ def _factors(
 
 
 def _mark_ignored(target: Tensor, ignore_index: int, vocab: int) -> Tensor:
-    """``target`` with -1 where a token is ignored; what is no class stops the device. The host waits for nothing."""
+    """``target`` with -1 where a token is ignored; what is no class stops the device, or, where that cannot assert, has
+    NaN for a loss. The host waits for nothing."""
     kept = target != ignore_index
     if dispatcher.asserts_async(target.device):
         torch._assert_async(((target >= 0) & (target < vocab) | ~kept).all(), "Target is out of bounds.")
-    return target.where(kept, -1)
+    return target.where(target >= 0, vocab).where(kept, -1)
 
 
 def parts(

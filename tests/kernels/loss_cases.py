@@ -63,6 +63,8 @@ def what_is_not_finite(device: str) -> list[bool]:
     logits[1] = float("nan")
     target = torch.tensor([3, -1, VOCAB], device=device)
     losses = load(PARTS["linear_cross_entropy_chunk"])(logits, target, None, 0.0, 0.0, 0.0, True)
+    below = chunks._mark_ignored(torch.tensor([2, IGNORED, -5, VOCAB]), IGNORED, VOCAB)
+    assert below.tolist() == [2, -1, VOCAB, VOCAB]  # a negative class is none, not an ignored token
     found = [not logits[1].any().item(), losses[1].item() == 0, losses[2].isnan().item(), losses[0].isfinite().item()]
     x, w = torch.randn(4, WIDTH, device=device), torch.randn(VOCAB, WIDTH, device=device)
     target = torch.tensor([1, IGNORED, 2, 3], device=device)
