@@ -1,10 +1,12 @@
-"""What torch's partitioner is asked otherwise: two equal draws stay two."""
+"""What torch's partitioner is asked otherwise: two equal draws stay two, and draws follow the seed."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
+
+from mindspeed_fx.compat import partitioner
 
 TWICE = {
     "dropout": lambda x: F.dropout(x, 0.5),
@@ -42,3 +44,21 @@ def test_equal_draws_stay_two_and_are_those_of_eager(checkpointed):
         assert not torch.equal(values[2 * i], values[2 * i + 1]), name
         torch.testing.assert_close(values[2 * i : 2 * i + 2], right[2 * i : 2 * i + 2], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("cudagraphs", [False, True])
+def test_checkpointed_draws_follow_the_seed_but_in_cuda_graphs(monkeypatch, cudagraphs):
+    """What follows on a CUDA device: tests/cuda/test_training.py."""
+    import torch._functorch.config as functorch_config
+    import torch._functorch.partitioners as partitioners
+    import torch._inductor.config as inductor_config
+
+    seen = []
+
+    def partition(*_):
+        seen.append(functorch_config.graphsafe_rng_functionalization)
+
+    monkeypatch.setattr(partitioners, "min_cut_rematerialization_partition", partition)
+    with inductor_config.patch({"triton.cudagraphs": cudagraphs}):
+        partitioner.partition(None, [], lambda *_: None)
+    assert seen == [cudagraphs]
