@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._sympy.functions import FloorDiv
 
 import mindspeed_fx
 from mindspeed_fx.backend import Compilation
+from mindspeed_fx.compat.symbols import size_expression
 from tests import ranks
 from tests.sharding import dynamic_ranks
 from tests.sharding.input_ranks import Small
@@ -25,8 +27,8 @@ ROWS = [(4, 16), (5, 17), (6, 20), (7, 33)]
 RING = [(4, 16), (6, 24), (5, 17), (7, 33), (4, 18), (3, 22), (8, 48)]
 
 
-def check(tmp_path, kind, mesh, plan, sizes, dynamic, compiles, codegen="eager", placed=None):
-    arguments = (str(tmp_path / "store"), kind, mesh, plan, sizes, dynamic, compiles, codegen, placed)
+def check(tmp_path, kind, mesh, plan, sizes, dynamic, compiles, codegen="eager", placed=None, dtype=torch.float64):
+    arguments = (str(tmp_path / "store"), kind, mesh, plan, sizes, dynamic, compiles, codegen, placed, dtype)
     ranks.spawn(dynamic_ranks.worker, arguments, nprocs=math.prod(mesh.values()))
 
 
@@ -86,6 +88,13 @@ def test_in_generated_code(dim, plan, sizes, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind,mesh,plan", [("llama", {"cp": 2}, "ring"), ("mixtral", {"ep": 2}, "ep")])
+def test_rings_and_experts_in_generated_code(kind, mesh, plan, tmp_path):
+    check(tmp_path, kind, mesh, plan, [(4, 16), (6, 24)], True, 1, "inductor", dtype=torch.float32)
+
+
+@pytest.mark.slow
 def test_rows_that_change_are_one_devices(tmp_path):
     check(tmp_path, "small", {"dp": 2}, "zero2", [(4, 8), (6, 12), (5, 9), (7, 6)], True, 2)
 
@@ -129,6 +138,23 @@ def test_sizes_that_ranks_share_evenly_are_one_program(kind, mesh, plan, compile
     for rows, seq in ((4, 16), (6, 20), (8, 64)):
         step(*dynamic_ranks.batch(rows, seq)).backward()
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_no_size_of_a_ring_is_divided_by_a_symbol(compiled, monkeypatch):
+    """Such a size, of heads that are numbers, is in every index of the generated code, and makes it twice as long."""
+    sizes = set()
+    run = Compilation.run_eagerly
+
+    def seen(self, gm, *args, **kwargs):
+        values = [n.meta.get("val") for n in gm.graph.nodes]
+        sizes.update(s for v in values if isinstance(v, torch.Tensor) for s in map(size_expression, v.shape))
+        return run(self, gm, *args, **kwargs)
+
+    monkeypatch.setattr(Compilation, "run_eagerly", seen)
+    compiled(Llama(1), {"cp": 2}, "ring")(*dynamic_ranks.batch(4, 16)).backward()
+    divisions = {d for s in sizes if not isinstance(s, int) for d in s.atoms(FloorDiv)}
+    assert divisions
+    assert all(d.args[1].is_number for d in divisions), divisions
 
 
 @pytest.fixture

@@ -180,8 +180,11 @@ def _chunks(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _join_chunks(chunks: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    parts = chunks.split([x.numel() // 2 for x in like], 1)
-    return [p.reshape(2, *x.shape[:2], -1, *x.shape[3:]).movedim(0, 2).flatten(2, 3) for p, x in zip(parts, like)]
+    """Of each the halves, one behind the other. A half is written as the product of its sizes: of the half of a product
+    torch would not see that the last size is a number."""
+    shapes = [(*x.shape[:2], x.shape[2] // 2, *x.shape[3:]) for x in like]
+    parts = chunks.split([math.prod(shape) for shape in shapes], 1)
+    return [p.reshape(2, *shape).movedim(0, 2).flatten(2, 3) for p, shape in zip(parts, shapes)]
 
 
 class RotatingKeys:
