@@ -212,16 +212,14 @@ def recording_libraries() -> Iterator[list[pathlib.Path]]:
     from torch._inductor import codecache
     from torch._inductor.utils import clear_caches
 
+    from mindspeed_fx.compat.kernel_library import Library
+
     libraries: list[pathlib.Path] = []
     clear_caches()  # what is loaded already is recorded too
     yield libraries
     folder = pathlib.Path(cache_directory())
-    keys = {
-        key
-        for each in vars(codecache).values()
-        if isinstance(each, type) and issubclass(each, codecache.CppCodeCache)
-        for key in each.cache
-    }
+    kinds = [each for each in vars(codecache).values() if isinstance(each, type)]
+    keys = {key for each in (*kinds, Library) if issubclass(each, codecache.CppCodeCache) for key in each.cache}
     libraries += sorted(path for key in keys for path in folder.glob(f"{key[1:3]}/{key}*.so"))
     if (own := cpp.loaded_file()) is not None:
         libraries.append(own)

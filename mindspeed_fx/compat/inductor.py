@@ -99,12 +99,20 @@ def compile_with_inductor(
     from torch._inductor import exc
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
+    from mindspeed_fx.compat import kernel_library  # imports Inductor
+
     inductor_cache.leave_untrusted_cache()
     _mend_forks()
 
     @functools.wraps(compile_fx_inner)
+    def lower(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        on_host = all(x.device.type == "cpu" for x in example_inputs if isinstance(x, torch.Tensor))
+        with kernel_library.named_in_code() if on_host else contextlib.nullcontext():
+            return compile_fx_inner(graph, example_inputs, **kwargs)
+
+    @functools.wraps(compile_fx_inner)
     def inner_compile(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        return inner(graph, example_inputs, compile_fx_inner, **kwargs)
+        return inner(graph, example_inputs, lower, **kwargs)
 
     patches = {**config, "custom_partitioner_fn": partitioner}
     for hook, ours in (("pre_grad_custom_pass", pre_grad), ("post_grad_custom_post_pass", post_grad)):
