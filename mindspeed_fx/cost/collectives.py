@@ -27,6 +27,7 @@ import sympy
 
 from mindspeed_fx.cost.device import Hardware, Tier
 from mindspeed_fx.cost.hardware import hardware as device
+from mindspeed_fx.cost.operators import largest
 from mindspeed_fx.errors import OptionError, nearest
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
@@ -94,7 +95,7 @@ def collective(
         alphas.append(alpha)
         betas.append(beta)
         inner *= p
-    combine = _largest if kind == "all_to_all" else sum
+    combine = (lambda times: largest(*times)) if kind == "all_to_all" else sum
     return Collective(float(hw.launch), combine(alphas), combine(betas), groups[-1][0].name)
 
 
@@ -160,7 +161,3 @@ def place_group(ranks: int, hw: Hardware, ranks_per_node: int | None = None) -> 
 def _check_kind(kind: str) -> None:
     if kind not in KINDS:
         raise OptionError(f"collective {kind!r}; valid: {', '.join(KINDS)}{nearest(str(kind), KINDS)}")
-
-
-def _largest(values: list) -> Any:
-    return sympy.Max(*values) if any(isinstance(v, sympy.Basic) for v in values) else max(values)

@@ -125,7 +125,7 @@ class Cost:
         terms = self.terms(hw)
         first = terms["launch"] + (terms["matrix"] if self.in_turn else 0)
         work = [terms[k] for k in ("vector", "memory")] + ([] if self.in_turn else [terms["matrix"]])
-        return first + (sympy.Max(*work) if any(isinstance(w, sympy.Basic) for w in work) else max(work))
+        return first + largest(*work)
 
     def bound(self, hw: Hardware) -> str:
         """The term that takes longest; "" where sizes are symbols or there is nothing to do."""
@@ -187,6 +187,11 @@ def tensors(*values: Any) -> list[Spec]:
             for spec in tensors(*v):
                 results[id(spec)] = spec
     return list(results.values())
+
+
+def largest(*values: Any) -> Any:
+    """The largest of numbers, or of expressions of symbols."""
+    return sympy.Max(*values) if any(isinstance(v, sympy.Basic) for v in values) else max(values)
 
 
 def size(*values: Any) -> Size:

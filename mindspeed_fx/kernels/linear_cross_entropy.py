@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
-from mindspeed_fx.cost.operators import SOFTMAX, Cost, as_product, once, size
+from mindspeed_fx.cost.operators import SOFTMAX, Cost, as_product, largest, once, size
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, operator
 from mindspeed_fx.kernels.linear_cross_entropy_chunks import is_waited_for, parts, run_in_chunks
-from mindspeed_fx.kernels.linear_cross_entropy_work import CHUNK
+from mindspeed_fx.kernels.linear_cross_entropy_work import CHUNK, LEAST, SUMMED
 
 SETTINGS = "int ignore_index, float label_smoothing, float z_loss, float softcap"
 INPUTS = f"Tensor hidden, Tensor weight, Tensor? bias, Tensor target, {SETTINGS}"
@@ -258,14 +258,14 @@ def _ways_tokens_backward(grad, hidden, weight, bias, target, ignore_index, labe
 
 
 def _work(out, hidden, weight, needed, *others, is_backward=False) -> Cost:
-    """One product for the logits, one for each of two gradients. Chunks are too large for caches: a logit is written
-    and read, and for gradients written as a probability and read by each product, in the accumulation type (16-bit
-    inputs are narrowed first, which is not counted). Each chunk reads the weight, twice for dhidden, and updates
-    dweight."""
+    """One product for the logits, one for each of two gradients, in chunks as large as on an accelerator
+    (``chunk_in_triton``). They are too large for caches: a logit is written and read, and for gradients written as a
+    probability and read by each product, in the accumulation type (16-bit inputs are narrowed first, which is not
+    counted). Each chunk reads the weight, twice for dhidden, and updates dweight."""
     (tokens, width), vocab = hidden.shape, weight.shape[0]
     to_hidden, to_weight = int(needed[0]), int(needed[1])
     products, item = to_hidden + to_weight, 8 if hidden.dtype == "float64" else 4
-    chunks = -(-tokens * vocab * item // CHUNK)
+    chunks = -(-tokens // largest(CHUNK // (vocab * item), SUMMED * width * to_weight, LEAST)) if vocab != 0 else 0
     logits = tokens * vocab * item
     read = (
         size(hidden, *others)

@@ -16,6 +16,7 @@ from mindspeed_fx.cost.operators import SOFTMAX, Cost, attention, spec, visible_
 from mindspeed_fx.kernels import REGISTRY
 from mindspeed_fx.kernels.dropout_add_seeded import DRAWN
 from mindspeed_fx.kernels.gated_delta_rule import gated_delta_rule, gated_delta_rule_backward
+from mindspeed_fx.kernels.linear_cross_entropy_work import LEAST
 from mindspeed_fx.planning.verify_device.operators import calls
 
 SIZES = (2, 10, 4, 2, 4, 8)
@@ -146,9 +147,21 @@ def test_chunks_of_linear_cross_entropy_read_the_weight_again():
         specs(torch.empty(*s, device="meta", dtype=d))
         for s, d in (((tokens, 64), torch.float32), ((32768, 64), torch.float32), ((tokens,), torch.int64))
     ]  # noqa: E731
-    one, many = (cost(t, h, w, None, t, -100, 0.0, 0.0, 0.0) for h, w, t in (make(512), make(5120)))
+    one, many = (cost(t, h, w, None, t, -100, 0.0, 0.0, 0.0) for h, w, t in (make(LEAST), make(10 * LEAST)))
     assert one.launches == 3 and many.launches == 30
     assert many.read - 10 * one.read == 0 and many.flops == 10 * one.flops
+
+
+def test_a_gradient_of_the_weight_makes_chunks_of_linear_cross_entropy_larger():
+    """So many rows that their logits take the memory of the sum: of 4,096 columns all 8,192 tokens are one chunk."""
+    cost = REGISTRY[torch.ops.mindspeed.linear_cross_entropy_total.default].cost
+    shapes = ((8192, 4096), torch.bfloat16), ((131072, 4096), torch.bfloat16), ((8192,), torch.int64)
+    hidden, weight, target = (specs(torch.empty(*s, device="meta", dtype=d)) for s, d in shapes)
+    frozen, trained = (
+        cost(target, hidden, weight, None, target, -100, 0.0, 0.0, 0.0, True, (True, needed, False))
+        for needed in (False, True)
+    )
+    assert frozen.launches == 24 and trained.launches == 3
 
 
 def test_products_of_a_chunk_and_what_reads_them_take_turns():
