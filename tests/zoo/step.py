@@ -139,9 +139,13 @@ def _one_in_bfloat16(model: torch.nn.Module, inputs: dict[str, Any]) -> float | 
         model.zero_grad(set_to_none=True)
         torch._dynamo.reset()
         torch.manual_seed(1)
-        loss = (model if backend is None else torch.compile(model, backend=backend, options=OPTIONS))(**inputs).loss
+        own = next(model.parameters()).dtype
+        cast = {k: v.to(own) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
+        loss = (model if backend is None else torch.compile(model, backend=backend, options=OPTIONS))(**cast).loss
         loss.backward()
-        return torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
+        # none and zeros are the same here (see `check`, which tells which may be)
+        grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
+        return torch.cat([grad.double().flatten() for grad in grads])
 
     wide = next(model.parameters()).dtype
     model.bfloat16().to(wide)
