@@ -50,8 +50,16 @@ def _writable(guards: Any) -> list[bool]:
 
     unwritable = set(CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES)
     return [
-        guard.guard_type not in unwritable and not unwritable & set(guard.derived_guard_types or ()) for guard in guards
+        guard.guard_type not in unwritable
+        and not unwritable & set(guard.derived_guard_types or ())
+        and PARTS not in guard.name
+        for guard in guards
     ]
+
+
+PARTS = "._sharded"
+"""Of modules of a parallelized model, the names of their parameters with its number in this process."""
+
 
 
 def is_unwritable(error: BaseException) -> bool:

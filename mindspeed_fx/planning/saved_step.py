@@ -25,7 +25,7 @@ from mindspeed_fx.backend import device_of, identity, mindspeed
 from mindspeed_fx.compat import ahead, dynamo
 from mindspeed_fx.errors import OptionError
 from mindspeed_fx.options import Options
-from mindspeed_fx.planning import saved_file
+from mindspeed_fx.planning import saved_file, saved_parts
 from mindspeed_fx.planning.saved_file import StaleFile
 from mindspeed_fx.report import recorder
 from mindspeed_fx.torch_compile import compile_with_backend
@@ -51,8 +51,13 @@ class LoadedStep:
         self._compile = functools.partial(compile_with_backend, step, **settings)
         self._ahead: Any = None
         self._anew: Callable | None = None
+        self._later: Callable[[list], Any] | None = None
+        self._path: str | os.PathLike = ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._later is not None:
+            later, self._later = self._later, None
+            self._take_file(lambda: later(self.find_shardings((*self._first, *args, kwargs))))
         if self._ahead is not None:
             whole = (*self._first, *args)
             why = ahead.refusal(self._ahead, whole, kwargs)
@@ -67,6 +72,33 @@ class LoadedStep:
 
     def take(self, compiled: Any) -> None:
         self._ahead = compiled
+
+    def find_shardings(self, values: Sequence[Any]) -> list:
+        """Of the parallelized models in ``values``, and of those that the step reads or closes over."""
+        return saved_parts.find_shardings([*values, *ahead.outer_objects(self._function).values()])
+
+    def read(self, path: str | os.PathLike, options: Options, dynamic: bool | None) -> None:
+        """Take the file, at once, or, where a parallelized model comes with the arguments, in the first call."""
+
+        def read() -> Any:
+            compiled, parts = _read(self._function, path, options, dynamic)
+            if parts is None:
+                return compiled()
+            if not (shardings := self.find_shardings(self._first)):
+                self._later = lambda found: saved_parts.read(parts, found, compiled)
+                return None
+            return saved_parts.read(parts, shardings, compiled)
+
+        self._path = path
+        self._take_file(read)
+
+    def _take_file(self, read: Callable[[], Any]) -> None:
+        try:
+            self.take(read())
+        except StaleFile as stale:
+            self.reason = str(stale)
+            path = os.fspath(self._path)
+            warnings.warn(f"{path} is not taken, and the step is compiled anew: {stale}", stacklevel=4)
 
 
 def save_compiled(
@@ -114,18 +146,29 @@ def save_compiled(
     if why := recorder.why_uncached(resolved):
         raise OptionError(f"save_compiled: what is compiled cannot be kept: {', '.join(why)}")
     loaded = LoadedStep(step, options, dynamic)
-    backend = functools.partial(mindspeed, options=dict(options) if options is not None else None)
+    settings = dict(options) if options is not None else None
     whole, named = (*loaded._first, *args), ahead.outer_objects(loaded._function)
+    shardings = loaded.find_shardings((*whole, kwargs))
+
+    def backend(gm: Any, inputs: Sequence[Any]) -> Any:
+        return saved_parts.as_writable(mindspeed(gm, inputs, options=settings))
+
     try:
-        with ahead.recording_libraries() as libraries, _without_gradients(_tensors((*whole, kwargs, *named.values()))):
+        with (
+            ahead.recording_libraries() as libraries,
+            _without_gradients(_tensors((*whole, kwargs, *named.values()))),
+            saved_parts.guards_written(shardings),
+        ):
             compiled = ahead.compile_ahead(loaded._function, whole, dict(kwargs or {}), backend, dynamic)
     except Exception as error:
         if not ahead.is_unwritable(error):
             raise
         raise _unkept(error) from error
+    parts = saved_parts.describe(compiled, shardings)
     try:
         program = ahead.to_bytes(compiled, named)
-        loaded.take(ahead.from_bytes(program, loaded._function, named))
+        own = functools.partial(ahead.from_bytes, program, loaded._function, named)
+        loaded.take(own() if parts is None else saved_parts.read(parts, shardings, own))
     except Exception as error:  # of pickle and of what it meets
         raise _unkept(error) from error
     made_by = {
@@ -134,9 +177,10 @@ def save_compiled(
         "device": device,
         "vectors": ahead.vector_instructions() if device == "cpu" else [],
         "code": saved_file.digest_code(ahead.traced_code(compiled)),
+        "parts": parts,
     }
     places = {place: file for file in libraries if (place := ahead.cached_name(file)) is not None}
-    saved_file.write(path, made_by, program, places)
+    saved_file.write(path if parts is None else saved_parts.file_of_rank(path), made_by, program, places)
     return loaded
 
 
@@ -163,15 +207,15 @@ def load_compiled(
     arguments.check_options("load_compiled", options)
     arguments.check_path("load_compiled", "path", path)
     loaded = LoadedStep(step, options, dynamic)
-    try:
-        loaded.take(_read(loaded._function, path, Options.parse(options), dynamic))
-    except StaleFile as stale:
-        loaded.reason = str(stale)
-        warnings.warn(f"{os.fspath(path)} is not taken, and the step is compiled anew: {stale}", stacklevel=2)
+    own = saved_parts.file_of_rank(path)
+    loaded.read(own if os.path.exists(own) else path, Options.parse(options), dynamic)
     return loaded
 
 
-def _read(function: Callable, path: str | os.PathLike, options: Options, dynamic: bool | None) -> Any:
+def _read(
+    function: Callable, path: str | os.PathLike, options: Options, dynamic: bool | None
+) -> tuple[Callable[[], Any], dict[str, Any] | None]:
+    """What reads the program, and what the file says of a plan."""
     if why := ahead.problem():
         raise StaleFile(why)
     header = saved_file.read_header(path)
@@ -179,11 +223,16 @@ def _read(function: Callable, path: str | os.PathLike, options: Options, dynamic
     saved_file.compare(header, _made_by(options.resolve(device), device))
     if header.get("dynamic") != dynamic:
         raise StaleFile(f"dynamic was {header.get('dynamic')} and is {dynamic}")
+    saved_parts.compare_rank(header.get("parts"))
     program = saved_file.read_program(path, header)
-    try:
-        return ahead.from_bytes(program, function, ahead.outer_objects(function), header.get("vectors", ()))
-    except Exception as error:
-        raise StaleFile(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}") from error
+
+    def from_bytes() -> Any:
+        try:
+            return ahead.from_bytes(program, function, ahead.outer_objects(function), header.get("vectors", ()))
+        except Exception as error:
+            raise StaleFile(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}") from error
+
+    return from_bytes, header.get("parts")
 
 
 def _unkept(error: Exception) -> OptionError:
