@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import inspect
+import itertools
 import pathlib
 import pickle
 import re
@@ -111,6 +112,7 @@ def from_bytes(
         return _with_live_names(compiled, function)
 
 
+_readings = itertools.count()
 _GUARDS = ("load_guards_state", "load_guard_manager")
 
 
@@ -121,10 +123,14 @@ def _with_live_names(compiled: Any, function: Any) -> Any:
 
     artifacts = compiled._artifacts
     known, names = function.__globals__, compiled.fn.__globals__
-    for name in {*artifacts.runtime_env.import_sources, *artifacts.runtime_env.used_globals, artifacts.backend_id}:
+    for name in {*artifacts.runtime_env.import_sources, *artifacts.runtime_env.used_globals}:
         known.setdefault(name, names[name])
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
     code = artifacts.runtime_env.bytecode
+    # Of its own: Dynamo has given the name to another object where the file was written, and so has an earlier reading.
+    own = f"{artifacts.backend_id}_{next(_readings)}"
+    known[own] = artifacts.compiled_fn
+    code = code.replace(co_names=tuple(own if name == artifacts.backend_id else name for name in code.co_names))
     closure = tuple(cells[name] for name in code.co_freevars) or None
     artifacts.runtime_env = dataclasses.replace(artifacts.runtime_env, closure=closure)
     compiled.fn = types.FunctionType(code, known, closure=closure, argdefs=artifacts.runtime_env.argdefs)

@@ -29,6 +29,9 @@ _live: list[Sharding] = []
 """Of the models that a step is given, while it is read."""
 
 
+CONTENTS = "contents of the plan"
+
+
 def file_of_rank(path: str | os.PathLike) -> str:
     """Where this rank's part of ``path`` lies: ``path.rank3``."""
     return f"{os.fspath(path)}.rank{distributed.rank()}"
@@ -122,7 +125,7 @@ def _place_of(sharding: Sharding) -> dict[str, Any]:
         "plan": sharding.plan.name,
         "mesh": distributed.mesh_text(sharding.mesh),
         "place in the mesh": list(sharding.mesh.get_coordinate() or ()),
-        "the plan's digest": hashlib.sha256(repr(sharding.plan).encode()).hexdigest()[:16],
+        CONTENTS: hashlib.sha256(repr(sharding.plan).encode()).hexdigest()[:16],
         "inputs": sharding.inputs,
     }
 
@@ -151,11 +154,14 @@ def read(parts: Mapping[str, Any], shardings: list[Sharding], from_bytes: Callab
     """
     which = parts.get("which")
     if not isinstance(which, int) or which >= len(shardings):
-        raise StaleFile(f'the model was divided by plan "{parts.get("plan")}" and is not')
+        raise StaleFile(f'the model was divided by plan "{parts.get("plan")}" and is whole')
     sharding = shardings[which]
     for name, now in _place_of(sharding).items():
-        if parts.get(name) != now:
-            raise StaleFile(f"{name} was {parts.get(name)} and is {now}")
+        if parts.get(name) == now:
+            continue
+        if name == CONTENTS:
+            raise StaleFile(f'plan "{sharding.plan.name}" has other contents than when the file was made')
+        raise StaleFile(f"{name} was {parts.get(name)} and is {now}")
     _live[:] = shardings
     try:
         compiled = from_bytes()
