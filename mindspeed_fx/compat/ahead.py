@@ -62,7 +62,6 @@ PARTS = "._sharded"
 """Of modules of a parallelized model, the names of their parameters with its number in this process."""
 
 
-
 def is_unwritable(error: BaseException) -> bool:
     """Whether ``error`` says that a guard, or what it holds, cannot be written into a file."""
     from torch._dynamo.exc import PackageError

@@ -10,7 +10,7 @@ from unittest import mock
 try:
     from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable, SerializableCallable
 except ImportError:  # this torch writes none: ahead.problem()
-    SerializableCallable = BundledAOTAutogradSerializableCallable = object  # type: ignore[assignment,misc]
+    SerializableCallable = BundledAOTAutogradSerializableCallable = object
 
 
 class Called(SerializableCallable):

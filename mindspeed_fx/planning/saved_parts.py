@@ -16,10 +16,12 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves
 
 from mindspeed_fx.compat import ahead_called, distributed
 from mindspeed_fx.errors import OptionError
 from mindspeed_fx.planning.saved_file import StaleFile
+from mindspeed_fx.planning.split_backward import SplitBackward
 from mindspeed_fx.planning.stage_module import Stage
 from mindspeed_fx.sharding.local_call import LocalCall, call_loaded
 from mindspeed_fx.sharding.parallelize import showing
@@ -38,17 +40,17 @@ def file_of_rank(path: str | os.PathLike) -> str:
 
 
 def find_shardings(values: Sequence[Any]) -> list[Sharding]:
-    """Of the parallelized models in ``values``: modules, containers of them, and objects that hold them.
+    """Of the parallelized models in ``values``: modules, in containers too, and attributes of objects.
 
     Raises:
-        OptionError: a stage of a pipeline, which is compiled already.
+        OptionError: a stage of a pipeline, or another module whose backward comes in parts.
     """
     result: list[Sharding] = []
-    for module in _modules(values, depth=2):
-        if isinstance(module, Stage):
+    for module in (m for value in tree_leaves(list(values)) for m in _modules(value, depth=2)):
+        if isinstance(module, (Stage, SplitBackward)):
             raise OptionError(
-                "save_compiled: a stage of a pipeline is compiled when it is made, and by microbatches; a second "
-                "start takes its graphs from Inductor's cache"
+                f"save_compiled: a {type(module).__name__} compiles itself, and its backward in parts, which no file "
+                "holds; a second start takes its graphs from Inductor's cache"
             )
         sharding = vars(module).get("_sharding")
         if isinstance(sharding, Sharding) and sharding not in result:
@@ -56,16 +58,23 @@ def find_shardings(values: Sequence[Any]) -> list[Sharding]:
     return result
 
 
-def _modules(values: Sequence[Any], depth: int) -> Iterator[torch.nn.Module]:
-    for value in torch.utils._pytree.tree_leaves(list(values)):
-        if isinstance(value, torch.nn.Module):
-            yield from value.modules()
-        elif depth and not isinstance(value, (type, torch.Tensor)) and not inspect.isroutine(value):
-            yield from _modules(list(getattr(value, "__dict__", {}).values()), depth - 1)
+def _modules(value: Any, depth: int) -> Iterator[torch.nn.Module]:
+    if isinstance(value, torch.nn.Module):
+        yield from value.modules()
+    elif depth and not isinstance(value, (type, torch.Tensor)) and not inspect.isroutine(value):
+        for attribute in list(getattr(value, "__dict__", {}).values()):
+            yield from _modules(attribute, depth - 1)
 
 
 def as_writable(compiled: Any) -> Any:
-    """What the backend made, as a file can hold it."""
+    """What the backend made, as a file can hold it.
+
+    Raises:
+        OptionError: it cannot.
+    """
+    made = compiled.compiled if isinstance(compiled, LocalCall) else compiled
+    if not hasattr(made, "serialize"):
+        raise OptionError("save_compiled: functions of this process are called with its gradients, which no file holds")
     if not isinstance(compiled, LocalCall):
         return compiled
     if not compiled.is_cacheable:
@@ -73,7 +82,7 @@ def as_writable(compiled: Any) -> Any:
             "save_compiled: a process group of the mesh has symmetric memory, which is known by the group's own name, "
             "another one in every start"
         )
-    return ahead_called.Called(compiled.compiled, compiled.outside, compiled)
+    return ahead_called.Called(made, compiled.outside, compiled)
 
 
 @contextlib.contextmanager

@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import mindspeed_fx
 from mindspeed_fx.compat import ahead
+from mindspeed_fx.errors import OptionError
+from mindspeed_fx.planning import saved_parts
+from mindspeed_fx.sharding.local_call import LocalCall, Outside
+from mindspeed_fx.sharding.registry import Sharding
 from tests import ranks
 from tests.planning import saved_ranks
 from tests.sharding.llama import Llama
@@ -63,3 +69,24 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path):
     assert "neither an argument of the step nor a variable that it reads" in hidden
     assert 'option "codegen" is "eager"' in eager
     assert not list(tmp_path.glob("*.mfx*"))
+
+
+def test_stages_and_groups_without_a_name_are_refused_by_name(tmp_path):
+    stage = mindspeed_fx.split_backward(torch.nn.Linear(2, 2))
+    with pytest.raises(OptionError, match="a SplitBackward compiles itself"):
+        mindspeed_fx.save_compiled(stage, tmp_path / "step.mfx", (torch.ones(2, 2),))
+    unnamed = SimpleNamespace(serialize=lambda: None)
+    call = LocalCall(Outside(None, {}), SimpleNamespace(sharding=SimpleNamespace(mesh=None)), unnamed, False)
+    with pytest.raises(OptionError, match="symmetric memory"):
+        saved_parts.as_writable(call)
+    with pytest.raises(OptionError, match="functions of this process"):
+        saved_parts.as_writable(lambda *args: args)
+
+
+def test_models_are_found_where_a_step_has_them():
+    sharding, model = Sharding(None, None, []), torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model[0].__dict__["_sharding"] = sharding
+    trainer = SimpleNamespace(state=SimpleNamespace(model=model), name="run")
+    for values in ([model], [{"models": [model, model]}], [trainer], [3, trainer, "text"]):
+        assert saved_parts.find_shardings(values) == [sharding]
+    assert not saved_parts.find_shardings([torch.ones(2), trainer.name, torch.nn.Linear(2, 2), torch.relu])
