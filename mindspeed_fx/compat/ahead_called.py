@@ -46,8 +46,8 @@ class Called(SerializableCallable):
 
 def called_of(compiled: Any) -> Called | None:
     """Of what :mod:`mindspeed_fx.compat.ahead` compiled or read; None where nothing calls it but the step."""
-    made = compiled._artifacts.compiled_fn
-    return made if isinstance(made, Called) else None
+    function = compiled._artifacts.compiled_fn
+    return function if isinstance(function, Called) else None
 
 
 @contextlib.contextmanager

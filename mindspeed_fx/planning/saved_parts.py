@@ -72,8 +72,8 @@ def as_writable(compiled: Any) -> Any:
     Raises:
         OptionError: it cannot.
     """
-    made = compiled.compiled if isinstance(compiled, LocalCall) else compiled
-    if not hasattr(made, "serialize"):
+    inner = compiled.compiled if isinstance(compiled, LocalCall) else compiled
+    if not hasattr(inner, "serialize"):
         raise OptionError("save_compiled: functions of this process are called with its gradients, which no file holds")
     if not isinstance(compiled, LocalCall):
         return compiled
@@ -82,7 +82,7 @@ def as_writable(compiled: Any) -> Any:
             "save_compiled: a process group of the mesh has symmetric memory, which is known by the group's own name, "
             "another one in every start"
         )
-    return ahead_called.Called(made, compiled.outside, compiled)
+    return ahead_called.Called(inner, compiled.outside, compiled)
 
 
 @contextlib.contextmanager

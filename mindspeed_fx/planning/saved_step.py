@@ -85,7 +85,7 @@ class LoadedStep:
             if parts is None:
                 return compiled()
             if not (shardings := self.find_shardings(self._first)):
-                self._later = lambda found: saved_parts.read(parts, found, compiled)
+                self._later = lambda shardings: saved_parts.read(parts, shardings, compiled)
                 return None
             return saved_parts.read(parts, shardings, compiled)
 
@@ -115,7 +115,7 @@ def save_compiled(
     Args:
         step: module or function, also what ``torch.compile(step, backend="mindspeed", ...)`` made of it, whose options
             it then has. Models, optimizers and tensors that a function closes over stay outside of the file, by name.
-        path: the file; replaced as a whole.
+        path: the file; replaced as a whole. Of a parallelized model each rank writes its own, ``path.rank0`` and so on.
         args, kwargs: arguments of one call. Nothing is run.
         options: see :class:`mindspeed_fx.options.Options`; generated code alone can be kept.
         dynamic: as in ``torch.compile``; with True a size is a symbol, and the file serves others too.
@@ -125,8 +125,8 @@ def save_compiled(
 
     Raises:
         ArgumentError: no function, arguments that it does not take.
-        OptionError: what was compiled cannot be kept: options without caches (``dump``, ``check``), codegen "eager", a
-            plan, a torch that has no such files.
+        OptionError: what was compiled cannot be kept: options without caches (``dump``, ``check``), codegen "eager",
+            stages of a pipeline, a parallelized model that the step is not given, a torch that has no such files.
         torch._dynamo.exc.Unsupported: the step breaks into several graphs.
     """
     arguments.check_callable("save_compiled", "step", step)
@@ -134,17 +134,9 @@ def save_compiled(
     arguments.check_call("save_compiled", args, kwargs, step)
     arguments.check_options("save_compiled", options)
     arguments.check_output("path", os.fspath(path))
-    if why := ahead.problem():
-        raise OptionError(f"save_compiled: {why}; torch 2.13 can")
     device = device_of(_tensors((step, *args, kwargs)))
     resolved = Options.parse(options).resolve(device)
-    if resolved.codegen != "inductor":
-        raise OptionError(
-            f'option "codegen" is "{resolved.codegen}", whose graphs are run and not generated; valid with '
-            'save_compiled: "inductor"'
-        )
-    if why := recorder.why_uncached(resolved):
-        raise OptionError(f"save_compiled: what is compiled cannot be kept: {', '.join(why)}")
+    _check_writable(resolved)
     loaded = LoadedStep(step, options, dynamic)
     settings = dict(options) if options is not None else None
     whole, named = (*loaded._first, *args), ahead.outer_objects(loaded._function)
@@ -190,17 +182,17 @@ def load_compiled(
     """``step`` with what :func:`save_compiled` wrote, which is code: load what you, or whom you trust, saved.
 
     A file that does not fit (other versions of torch, Python or this package, another machine, other options, sources
-    that changed, a torn or missing file) is not taken: a warning names it and the difference, and the step is compiled
-    when it is called. So are calls whose arguments the file's guards refuse.
+    that changed, a torn or missing file; another rank, world size, mesh or plan) is not taken: a warning names it and
+    the difference, and the step is compiled when it is called. So are calls whose arguments the file's guards refuse.
 
     Args:
         step: the module or function that was saved, or what ``torch.compile`` made of it.
-        path: the file.
+        path: as it was given to :func:`save_compiled`.
         options, dynamic: as they were given to :func:`save_compiled`.
 
     Raises:
         ArgumentError: no function, no path.
-        OptionError: a bad option.
+        OptionError: a bad option, a stage of a pipeline.
     """
     arguments.check_callable("load_compiled", "step", step)
     step, options = _uncompiled(step, options)
@@ -233,6 +225,22 @@ def _read(
             raise StaleFile(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}") from error
 
     return from_bytes, header.get("parts")
+
+
+def _check_writable(options: Options) -> None:
+    """
+    Raises:
+        OptionError: what these options compile cannot be kept in a file.
+    """
+    if why := ahead.problem():
+        raise OptionError(f"save_compiled: {why}; torch 2.13 can")
+    if options.codegen != "inductor":
+        raise OptionError(
+            f'option "codegen" is "{options.codegen}", whose graphs are run and not generated; valid with '
+            'save_compiled: "inductor"'
+        )
+    if reasons := recorder.why_uncached(options):
+        raise OptionError(f"save_compiled: what is compiled cannot be kept: {', '.join(reasons)}")
 
 
 def _unkept(error: Exception) -> OptionError:

@@ -136,7 +136,7 @@ class Argument:
 
 
 @dataclass(frozen=True)
-class Compared:
+class Comparison:
     """What is compared of the arguments of a graph."""
 
     arguments: list[Argument]
@@ -148,9 +148,7 @@ class Compared:
     """A call that draws random numbers, with its line: then the generators of all ranks are compared too; "": none."""
 
 
-def compared_arguments(
-    arguments: list[Argument], examples: Sequence[Any], random_call: fx.Node | None = None
-) -> Compared:
+def comparison_of(arguments: list[Argument], examples: Sequence[Any], random_call: fx.Node | None = None) -> Comparison:
     """
     Args:
         examples: inputs of the graph.
@@ -162,7 +160,7 @@ def compared_arguments(
         line = source_line(random_call)
         call = f"{random_call.target}" + (f", {line}," if line else "")
     changing = any(isinstance(n, torch.SymInt) for n in sizes)
-    return Compared(arguments, _layouts(arguments, examples), changing, call)
+    return Comparison(arguments, _layouts(arguments, examples), changing, call)
 
 
 def _layouts(arguments: list[Argument], inputs: Sequence[Any]) -> list[tuple[str, tuple[int, ...], str]]:
@@ -180,9 +178,9 @@ class InputCheck:
     ranks may start minutes apart, looks whether the others did.
     """
 
-    def __init__(self, sharding: Any, compared: Compared):
-        self.sharding, self.arguments, self.random_call = sharding, compared.arguments, compared.random_call
-        self.changing, self.layouts = compared.changing, compared.layouts
+    def __init__(self, sharding: Any, comparison: Comparison):
+        self.sharding, self.arguments, self.random_call = sharding, comparison.arguments, comparison.random_call
+        self.changing, self.layouts = comparison.changing, comparison.layouts
         self.done = not sharding.check_inputs or not self.arguments or sharding.mesh.size() == 1
         store = None if self.done or dtensor.local_tensor_mode() is not None else distributed.default_store()
         self.store = store

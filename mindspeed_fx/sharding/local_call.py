@@ -8,14 +8,14 @@ from typing import Any, Callable, Sequence
 from torch.distributed.tensor import DTensor
 
 from mindspeed_fx.compat import distributed
-from mindspeed_fx.sharding.inputs import Compared, InputCheck, own_part
+from mindspeed_fx.sharding.inputs import Comparison, InputCheck, own_part
 
 
 @dataclasses.dataclass(frozen=True)
 class Outside:
     """What is done before the program is called; the same in every start of a job, but not on every rank."""
 
-    compared: Compared
+    comparison: Comparison
     cuts: dict[int, Sequence[Any]]
     """Position -> placements of the arguments that are cut to this rank's part here."""
 
@@ -24,7 +24,7 @@ class LocalCall:
     """Takes parameters as DTensors and arguments as callers pass them, and calls ``compiled`` with this rank's parts.
 
     Args:
-        check: of ``outside.compared``.
+        check: of ``outside.comparison``.
         is_cacheable: every process group in ``compiled`` has a name by which another start finds it.
     """
 
@@ -43,4 +43,4 @@ class LocalCall:
 def call_loaded(outside: Outside, sharding: Any, compiled: Callable) -> LocalCall:
     """Of a program that another start compiled; this one's process groups get the names that its code has for them."""
     distributed.name_groups(sharding.mesh)
-    return LocalCall(outside, InputCheck(sharding, outside.compared), compiled, is_cacheable=True)
+    return LocalCall(outside, InputCheck(sharding, outside.comparison), compiled, is_cacheable=True)
