@@ -149,13 +149,14 @@ def main(depths: list[int], rounds: int, plans: list[str], schedules: list[str],
                     start(layers, dim, plan, "save", cache, f"{empty}/step.mfx")
                     turns["loaded"].append(start(layers, dim, plan, "load", empty, f"{empty}/step.mfx"))
             show(f"{layers:>3} layers, {plan or 'one device'}", turns)
+        depth = max(layers, 4)  # one for each of four stages
         for schedule, codegen in ((s, c) for s in schedules for c in codegens):
             turns = {"cold": [], "warm": []}
             for _ in range(rounds):
                 with tempfile.TemporaryDirectory() as cache:
-                    turns["cold"].append(start(layers, "pp", schedule, codegen, cache))
-                    turns["warm"].append(start(layers, "pp", schedule, codegen, cache))
-            show(f"{layers:>3} layers, {schedule}, {codegen}", turns)
+                    turns["cold"].append(start(depth, "pp", schedule, codegen, cache))
+                    turns["warm"].append(start(depth, "pp", schedule, codegen, cache))
+            show(f"{depth:>3} layers, {schedule}, {codegen}", turns)
 
 
 def words(text: str) -> list[str]:

@@ -38,10 +38,13 @@ def compile_ahead(step: Callable, args: tuple, kwargs: dict, backend: Callable, 
     Raises:
         RuntimeError: what the backend made cannot be written, or a guard cannot.
     """
+    import torch._dynamo.config as config
     from torch._dynamo.aot_compile import aot_compile_fullgraph
     from torch._dynamo.hooks import Hooks
 
-    return aot_compile_fullgraph(step, (args, kwargs), Hooks(guard_filter_fn=_writable), backend, dynamic=dynamic)
+    # A float that is a symbol has Dynamo start over once it is known where it is read, which this way to it does not.
+    with config.patch(specialize_float=True):
+        return aot_compile_fullgraph(step, (args, kwargs), Hooks(guard_filter_fn=_writable), backend, dynamic=dynamic)
 
 
 def _writable(guards: Any) -> list[bool]:
