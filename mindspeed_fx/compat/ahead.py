@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import inspect
+import itertools
 import pathlib
 import pickle
 import re
@@ -37,10 +38,13 @@ def compile_ahead(step: Callable, args: tuple, kwargs: dict, backend: Callable, 
     Raises:
         RuntimeError: what the backend made cannot be written, or a guard cannot.
     """
+    import torch._dynamo.config as config
     from torch._dynamo.aot_compile import aot_compile_fullgraph
     from torch._dynamo.hooks import Hooks
 
-    return aot_compile_fullgraph(step, (args, kwargs), Hooks(guard_filter_fn=_writable), backend, dynamic=dynamic)
+    # A float that is a symbol has Dynamo start over once it is known where it is read, which this way to it does not.
+    with config.patch(specialize_float=True):
+        return aot_compile_fullgraph(step, (args, kwargs), Hooks(guard_filter_fn=_writable), backend, dynamic=dynamic)
 
 
 def _writable(guards: Any) -> list[bool]:
@@ -50,8 +54,15 @@ def _writable(guards: Any) -> list[bool]:
 
     unwritable = set(CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES)
     return [
-        guard.guard_type not in unwritable and not unwritable & set(guard.derived_guard_types or ()) for guard in guards
+        guard.guard_type not in unwritable
+        and not unwritable & set(guard.derived_guard_types or ())
+        and PARTS not in guard.name
+        for guard in guards
     ]
+
+
+PARTS = "._sharded"
+"""Of modules of a parallelized model, the names of their parameters with its number in this process."""
 
 
 def is_unwritable(error: BaseException) -> bool:
@@ -103,6 +114,7 @@ def from_bytes(
         return _with_live_names(compiled, function)
 
 
+_readings = itertools.count()
 _GUARDS = ("load_guards_state", "load_guard_manager")
 
 
@@ -113,10 +125,14 @@ def _with_live_names(compiled: Any, function: Any) -> Any:
 
     artifacts = compiled._artifacts
     known, names = function.__globals__, compiled.fn.__globals__
-    for name in {*artifacts.runtime_env.import_sources, *artifacts.runtime_env.used_globals, artifacts.backend_id}:
+    for name in {*artifacts.runtime_env.import_sources, *artifacts.runtime_env.used_globals}:
         known.setdefault(name, names[name])
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
     code = artifacts.runtime_env.bytecode
+    # Of its own: Dynamo has given the name to another object where the file was written, and so has an earlier reading.
+    own = f"{artifacts.backend_id}_{next(_readings)}"
+    known[own] = artifacts.compiled_fn
+    code = code.replace(co_names=tuple(own if name == artifacts.backend_id else name for name in code.co_names))
     closure = tuple(cells[name] for name in code.co_freevars) or None
     artifacts.runtime_env = dataclasses.replace(artifacts.runtime_env, closure=closure)
     compiled.fn = types.FunctionType(code, known, closure=closure, argdefs=artifacts.runtime_env.argdefs)

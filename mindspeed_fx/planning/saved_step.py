@@ -25,7 +25,7 @@ from mindspeed_fx.backend import device_of, identity, mindspeed
 from mindspeed_fx.compat import ahead, dynamo
 from mindspeed_fx.errors import OptionError
 from mindspeed_fx.options import Options
-from mindspeed_fx.planning import saved_file
+from mindspeed_fx.planning import saved_file, saved_parts
 from mindspeed_fx.planning.saved_file import StaleFile
 from mindspeed_fx.report import recorder
 from mindspeed_fx.torch_compile import compile_with_backend
@@ -51,8 +51,13 @@ class LoadedStep:
         self._compile = functools.partial(compile_with_backend, step, **settings)
         self._ahead: Any = None
         self._anew: Callable | None = None
+        self._later: Callable[[list], Any] | None = None
+        self._path: str | os.PathLike = ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._later is not None:
+            later, self._later = self._later, None
+            self._take_file(lambda: later(self.find_shardings((*self._first, *args, kwargs))))
         if self._ahead is not None:
             whole = (*self._first, *args)
             why = ahead.refusal(self._ahead, whole, kwargs)
@@ -67,6 +72,33 @@ class LoadedStep:
 
     def take(self, compiled: Any) -> None:
         self._ahead = compiled
+
+    def find_shardings(self, values: Sequence[Any]) -> list:
+        """Of the parallelized models in ``values``, and of those that the step reads or closes over."""
+        return saved_parts.find_shardings([*values, *ahead.outer_objects(self._function).values()])
+
+    def read(self, path: str | os.PathLike, options: Options, dynamic: bool | None) -> None:
+        """Take the file, at once, or, where a parallelized model comes with the arguments, in the first call."""
+
+        def read() -> Any:
+            compiled, parts = _read(self._function, path, options, dynamic)
+            if parts is None:
+                return compiled()
+            if not (shardings := self.find_shardings(self._first)):
+                self._later = lambda shardings: saved_parts.read(parts, shardings, compiled)
+                return None
+            return saved_parts.read(parts, shardings, compiled)
+
+        self._path = path
+        self._take_file(read)
+
+    def _take_file(self, read: Callable[[], Any]) -> None:
+        try:
+            self.take(read())
+        except StaleFile as stale:
+            self.reason = str(stale)
+            path = os.fspath(self._path)
+            warnings.warn(f"{path} is not taken, and the step is compiled anew: {stale}", stacklevel=4)
 
 
 def save_compiled(
@@ -83,7 +115,7 @@ def save_compiled(
     Args:
         step: module or function, also what ``torch.compile(step, backend="mindspeed", ...)`` made of it, whose options
             it then has. Models, optimizers and tensors that a function closes over stay outside of the file, by name.
-        path: the file; replaced as a whole.
+        path: the file; replaced as a whole. Of a parallelized model each rank writes its own, ``path.rank0`` and so on.
         args, kwargs: arguments of one call. Nothing is run.
         options: see :class:`mindspeed_fx.options.Options`; generated code alone can be kept.
         dynamic: as in ``torch.compile``; with True a size is a symbol, and the file serves others too.
@@ -93,8 +125,8 @@ def save_compiled(
 
     Raises:
         ArgumentError: no function, arguments that it does not take.
-        OptionError: what was compiled cannot be kept: options without caches (``dump``, ``check``), codegen "eager", a
-            plan, a torch that has no such files.
+        OptionError: what was compiled cannot be kept: options without caches (``dump``, ``check``), codegen "eager",
+            stages of a pipeline, a parallelized model that the step is not given, a torch that has no such files.
         torch._dynamo.exc.Unsupported: the step breaks into several graphs.
     """
     arguments.check_callable("save_compiled", "step", step)
@@ -102,30 +134,33 @@ def save_compiled(
     arguments.check_call("save_compiled", args, kwargs, step)
     arguments.check_options("save_compiled", options)
     arguments.check_output("path", os.fspath(path))
-    if why := ahead.problem():
-        raise OptionError(f"save_compiled: {why}; torch 2.13 can")
     device = device_of(_tensors((step, *args, kwargs)))
     resolved = Options.parse(options).resolve(device)
-    if resolved.codegen != "inductor":
-        raise OptionError(
-            f'option "codegen" is "{resolved.codegen}", whose graphs are run and not generated; valid with '
-            'save_compiled: "inductor"'
-        )
-    if why := recorder.why_uncached(resolved):
-        raise OptionError(f"save_compiled: what is compiled cannot be kept: {', '.join(why)}")
+    _check_writable(resolved)
     loaded = LoadedStep(step, options, dynamic)
-    backend = functools.partial(mindspeed, options=dict(options) if options is not None else None)
+    settings = dict(options) if options is not None else None
     whole, named = (*loaded._first, *args), ahead.outer_objects(loaded._function)
+    shardings = loaded.find_shardings((*whole, kwargs))
+
+    def backend(gm: Any, inputs: Sequence[Any]) -> Any:
+        return saved_parts.as_writable(mindspeed(gm, inputs, options=settings))
+
     try:
-        with ahead.recording_libraries() as libraries, _without_gradients(_tensors((*whole, kwargs, *named.values()))):
+        with (
+            ahead.recording_libraries() as libraries,
+            _without_gradients(_tensors((*whole, kwargs, *named.values()))),
+            saved_parts.guards_written(shardings),
+        ):
             compiled = ahead.compile_ahead(loaded._function, whole, dict(kwargs or {}), backend, dynamic)
     except Exception as error:
         if not ahead.is_unwritable(error):
             raise
         raise _unkept(error) from error
+    parts = saved_parts.describe(compiled, shardings)
     try:
         program = ahead.to_bytes(compiled, named)
-        loaded.take(ahead.from_bytes(program, loaded._function, named))
+        own = functools.partial(ahead.from_bytes, program, loaded._function, named)
+        loaded.take(own() if parts is None else saved_parts.read(parts, shardings, own))
     except Exception as error:  # of pickle and of what it meets
         raise _unkept(error) from error
     made_by = {
@@ -134,9 +169,10 @@ def save_compiled(
         "device": device,
         "vectors": ahead.vector_instructions() if device == "cpu" else [],
         "code": saved_file.digest_code(ahead.traced_code(compiled)),
+        "parts": parts,
     }
     places = {place: file for file in libraries if (place := ahead.cached_name(file)) is not None}
-    saved_file.write(path, made_by, program, places)
+    saved_file.write(path if parts is None else saved_parts.file_of_rank(path), made_by, program, places)
     return loaded
 
 
@@ -146,32 +182,32 @@ def load_compiled(
     """``step`` with what :func:`save_compiled` wrote, which is code: load what you, or whom you trust, saved.
 
     A file that does not fit (other versions of torch, Python or this package, another machine, other options, sources
-    that changed, a torn or missing file) is not taken: a warning names it and the difference, and the step is compiled
-    when it is called. So are calls whose arguments the file's guards refuse.
+    that changed, a torn or missing file; another rank, world size, mesh or plan) is not taken: a warning names it and
+    the difference, and the step is compiled when it is called. So are calls whose arguments the file's guards refuse.
 
     Args:
         step: the module or function that was saved, or what ``torch.compile`` made of it.
-        path: the file.
+        path: as it was given to :func:`save_compiled`.
         options, dynamic: as they were given to :func:`save_compiled`.
 
     Raises:
         ArgumentError: no function, no path.
-        OptionError: a bad option.
+        OptionError: a bad option, a stage of a pipeline.
     """
     arguments.check_callable("load_compiled", "step", step)
     step, options = _uncompiled(step, options)
     arguments.check_options("load_compiled", options)
     arguments.check_path("load_compiled", "path", path)
     loaded = LoadedStep(step, options, dynamic)
-    try:
-        loaded.take(_read(loaded._function, path, Options.parse(options), dynamic))
-    except StaleFile as stale:
-        loaded.reason = str(stale)
-        warnings.warn(f"{os.fspath(path)} is not taken, and the step is compiled anew: {stale}", stacklevel=2)
+    own = saved_parts.file_of_rank(path)
+    loaded.read(own if os.path.exists(own) else path, Options.parse(options), dynamic)
     return loaded
 
 
-def _read(function: Callable, path: str | os.PathLike, options: Options, dynamic: bool | None) -> Any:
+def _read(
+    function: Callable, path: str | os.PathLike, options: Options, dynamic: bool | None
+) -> tuple[Callable[[], Any], dict[str, Any] | None]:
+    """What reads the program, and what the file says of a plan."""
     if why := ahead.problem():
         raise StaleFile(why)
     header = saved_file.read_header(path)
@@ -179,11 +215,32 @@ def _read(function: Callable, path: str | os.PathLike, options: Options, dynamic
     saved_file.compare(header, _made_by(options.resolve(device), device))
     if header.get("dynamic") != dynamic:
         raise StaleFile(f"dynamic was {header.get('dynamic')} and is {dynamic}")
+    saved_parts.compare_rank(header.get("parts"))
     program = saved_file.read_program(path, header)
-    try:
-        return ahead.from_bytes(program, function, ahead.outer_objects(function), header.get("vectors", ()))
-    except Exception as error:
-        raise StaleFile(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}") from error
+
+    def from_bytes() -> Any:
+        try:
+            return ahead.from_bytes(program, function, ahead.outer_objects(function), header.get("vectors", ()))
+        except Exception as error:
+            raise StaleFile(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}") from error
+
+    return from_bytes, header.get("parts")
+
+
+def _check_writable(options: Options) -> None:
+    """
+    Raises:
+        OptionError: what these options compile cannot be kept in a file.
+    """
+    if why := ahead.problem():
+        raise OptionError(f"save_compiled: {why}; torch 2.13 can")
+    if options.codegen != "inductor":
+        raise OptionError(
+            f'option "codegen" is "{options.codegen}", whose graphs are run and not generated; valid with '
+            'save_compiled: "inductor"'
+        )
+    if reasons := recorder.why_uncached(options):
+        raise OptionError(f"save_compiled: what is compiled cannot be kept: {', '.join(reasons)}")
 
 
 def _unkept(error: Exception) -> OptionError:

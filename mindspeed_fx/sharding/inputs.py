@@ -135,6 +135,40 @@ class Argument:
     """Of what is passed: whole everywhere, or the parts that the plan names."""
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared of the arguments of a graph."""
+
+    arguments: list[Argument]
+    layouts: list[tuple[str, tuple[int, ...], str]]
+    """Name, shape and dtype of each argument in the step that was compiled."""
+    changing: bool
+    """Whether one program runs on several sizes, each of which is compared when it is new."""
+    random_call: str
+    """A call that draws random numbers, with its line: then the generators of all ranks are compared too; "": none."""
+
+
+def comparison_of(arguments: list[Argument], examples: Sequence[Any], random_call: fx.Node | None = None) -> Comparison:
+    """
+    Args:
+        examples: inputs of the graph.
+        random_call: it draws random numbers.
+    """
+    sizes = [n for a in arguments for n in examples[a.position].shape]
+    call = ""
+    if random_call is not None:
+        line = source_line(random_call)
+        call = f"{random_call.target}" + (f", {line}," if line else "")
+    changing = any(isinstance(n, torch.SymInt) for n in sizes)
+    return Comparison(arguments, _layouts(arguments, examples), changing, call)
+
+
+def _layouts(arguments: list[Argument], inputs: Sequence[Any]) -> list[tuple[str, tuple[int, ...], str]]:
+    """Of symbolic sizes those of the step that is compiled."""
+    tensors = [(a.name, inputs[a.position]) for a in arguments]
+    return [(name, tuple(map(hint, x.shape)), str(x.dtype)) for name, x in tensors]
+
+
 class InputCheck:
     """``check(inputs of the graph)`` compares the arguments of all ranks, once per set of names, shapes and dtypes.
 
@@ -144,20 +178,10 @@ class InputCheck:
     ranks may start minutes apart, looks whether the others did.
     """
 
-    def __init__(
-        self, sharding: Any, arguments: list[Argument], examples: Sequence[Any], random_call: fx.Node | None = None
-    ):
-        """
-        Args:
-            examples: inputs of the graph.
-            random_call: it draws random numbers; then the generators of all ranks are compared too.
-        """
-        self.sharding, self.arguments, self.random_call = sharding, arguments, random_call
-        sizes = [n for a in arguments for n in examples[a.position].shape]
-        self.changing = any(isinstance(n, torch.SymInt) for n in sizes)
-        """Whether one program runs on several sizes, each of which is compared when it is new."""
-        self.layouts = self._layouts_of(examples)
-        self.done = not sharding.check_inputs or not arguments or sharding.mesh.size() == 1
+    def __init__(self, sharding: Any, comparison: Comparison):
+        self.sharding, self.arguments, self.random_call = sharding, comparison.arguments, comparison.random_call
+        self.changing, self.layouts = comparison.changing, comparison.layouts
+        self.done = not sharding.check_inputs or not self.arguments or sharding.mesh.size() == 1
         store = None if self.done or dtensor.local_tensor_mode() is not None else distributed.default_store()
         self.store = store
         if store is not None and tuple(self.layouts) not in sharding.checked:
@@ -171,7 +195,7 @@ class InputCheck:
         if self.done:
             return
         if self.changing:
-            self.layouts = self._layouts_of(inputs)
+            self.layouts = _layouts(self.arguments, inputs)
         if tuple(self.layouts) in self.sharding.checked:
             return
         tensors = [inputs[a.position] for a in self.arguments]
@@ -187,11 +211,6 @@ class InputCheck:
             raise ShardingError(self._generators_differ())
         self.done = not self.changing
         self.sharding.checked.add(tuple(self.layouts))
-
-    def _layouts_of(self, inputs: Sequence[Any]) -> list[tuple[str, tuple[int, ...], str]]:
-        """Name, shape and dtype of each argument; of symbolic sizes those of the step that is compiled."""
-        tensors = [(a.name, inputs[a.position]) for a in self.arguments]
-        return [(name, tuple(map(hint, x.shape)), str(x.dtype)) for name, x in tensors]
 
     def _key(self, rank: int) -> str:
         """Of a rank that compiles for its so many-th sizes; models are numbered alike on every rank."""
@@ -222,7 +241,7 @@ class InputCheck:
         mesh: DeviceMesh = self.sharding.mesh
         count = COMPARED + 1
         layout_digests = _fold_digests([_digest(repr(layout).encode()) for layout in self.layouts])
-        state = [] if self.random_call is None else [_digest(_bytes(dtensor.random_state(mesh.device_type)))]
+        state = [] if not self.random_call else [_digest(_bytes(dtensor.random_state(mesh.device_type)))]
         generator = _fold_digests(state)
         differ = None
         for dim in range(mesh.ndim):
@@ -264,11 +283,9 @@ class InputCheck:
         return f"{who}, where {plan} does not divide it: {share}"
 
     def _generators_differ(self) -> str:
-        line = source_line(self.random_call) if self.random_call is not None else ""
-        call = f"{getattr(self.random_call, 'target', None)}" + (f", {line}," if line else "")
         plan = f'plan "{self.sharding.plan.name}"'
         same = "every rank draws for the whole and keeps its part; call torch.manual_seed with one seed on every rank"
-        return f"{call} draws random numbers, and the generators of the ranks differ: under {plan} {same}"
+        return f"{self.random_call} draws random numbers, and the generators of the ranks differ: under {plan} {same}"
 
     def _part_expected(self) -> str:
         if self.sharding.inputs == WHOLE:

@@ -181,13 +181,13 @@ def show_whole(model: nn.Module, sharding: Sharding, replace: Callable[[str, nn.
             module._parameters[name] = replaced[p]
         module.__dict__["_sharded"] = {n: f"{number}:{path}.{n}" for n in own}
         kind: Any = type(module)
-        module.__class__ = _showing(kind, tuple(own))
+        module.__class__ = showing(kind, tuple(own))
     return model
 
 
 @functools.cache
-def _showing(cls: type, names: tuple[str, ...]) -> type:
-    """``cls`` with properties for these parameters."""
+def showing(cls: type, names: tuple[str, ...]) -> type:
+    """``cls`` with properties for these parameters; ``_shown_from`` of it are these two."""
 
     def show(name: str) -> property:
         def get(self: nn.Module) -> torch.Tensor:
@@ -198,9 +198,8 @@ def _showing(cls: type, names: tuple[str, ...]) -> type:
 
         return property(get, put)
 
-    return type(
-        cls.__name__, (cls,), {"__module__": cls.__module__, "__doc__": cls.__doc__, **{n: show(n) for n in names}}
-    )
+    own = {"__module__": cls.__module__, "__doc__": cls.__doc__, "_shown_from": (cls, names)}
+    return type(cls.__name__, (cls,), {**own, **{n: show(n) for n in names}})
 
 
 @shows_whole(PARAMETER)

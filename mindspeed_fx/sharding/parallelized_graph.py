@@ -171,14 +171,16 @@ def localize(
     from torch.distributed.tensor import DTensor
 
     from mindspeed_fx.compat import dtensor, graph_inputs
-    from mindspeed_fx.sharding.inputs import InputCheck, is_cut_outside, own_part
+    from mindspeed_fx.sharding.inputs import InputCheck, comparison_of, is_cut_outside, own_part
+    from mindspeed_fx.sharding.local_call import LocalCall, Outside
     from mindspeed_fx.sharding.spmd.program import Program
 
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     seen = [_of_changing_size(n, x) for n, x in zip(placeholders, inputs, strict=True)]
     values = [_value(n, x, result) for n, x in zip(placeholders, seen)]
     random_call = next((n for graph in (gm, *bodies(gm)) for n in graph.graph.nodes if draws(n)), None)
-    check = InputCheck(result.sharding, arguments_of(placeholders, seen, values, result), seen, random_call)
+    comparison = comparison_of(arguments_of(placeholders, seen, values, result), seen, random_call)
+    check = InputCheck(result.sharding, comparison)
     mesh = result.sharding.mesh
     cuts = {i: v for i, (n, x, v) in enumerate(zip(placeholders, seen, values)) if is_cut_outside(n, x, v, result)}
     values = [replace(v, part=True) if i in cuts else v for i, v in enumerate(values)]
@@ -192,15 +194,10 @@ def localize(
     parts = graph_inputs.of_fixed_sizes(gm, parts)
     local = [x if part is None else part.requires_grad_(x.requires_grad) for x, part in zip(inputs, parts)]
 
-    def wrap(compiled: Callable) -> Callable:
-        def run(*args: Any) -> Any:
-            check(args)
-            own = [a.to_local() if isinstance(a, DTensor) else a for a in args]
-            for i, value in cuts.items():
-                own[i] = own_part(own[i], value.placements, mesh)
-            return compiled(*own)
+    outside = Outside(comparison, {i: tuple(value.placements) for i, value in cuts.items()})
 
-        return run
+    def wrap(compiled: Callable) -> Callable:
+        return LocalCall(outside, check, compiled, result.is_cacheable)
 
     return dtensor.as_graph(program, gm), local, wrap
 

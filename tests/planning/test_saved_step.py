@@ -33,10 +33,10 @@ SCALE = 2.0
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.up = nn.Linear(16, 16)
+        self.up, self.part = nn.Linear(16, 16), 0.5
 
     def forward(self, x):
-        return x + nn.functional.silu(self.up(x))
+        return x + self.part * nn.functional.silu(self.up(x))
 
 
 def make():
@@ -175,6 +175,16 @@ def test_kinds_of_steps(make, program, tmp_path):
     assert loaded.reason is None and not loaded.misses
     torch.testing.assert_close(out, plain(*args))
     torch.testing.assert_close(model.up.weight.grad, kept)
+
+
+def test_both_steps_run_what_was_compiled(program, path, tmp_path):
+    """The one that was saved, which Dynamo has made names for in this process, and the one that was loaded."""
+    model, x = program.make()
+    saved = mindspeed_fx.save_compiled(program.step, tmp_path / "step.mfx", (model, x))
+    for step in (saved, load(program.step, tmp_path / "step.mfx"), load(program.step, path)):
+        with torch.profiler.profile() as profile:
+            step(model, x)
+        assert not step.misses and not {e.name for e in profile.events()} & {"aten::silu", "aten::sigmoid", "aten::mul"}
 
 
 def test_variables_mean_what_they_mean_when_it_is_called(program, tmp_path):
