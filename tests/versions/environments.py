@@ -35,6 +35,7 @@ MATRIX = (
     Versions("3.13"),
     Versions("3.11", {"torch": "2.11.0"}),
     Versions("3.11", {"torch": "2.12.0"}),
+    Versions("3.11", {"torch": "2.14.1"}),
     Versions("3.11", {"transformers": "5.0.0"}),
     Versions("3.11", {"transformers": "4.57.6"}),
     Versions("3.11", {"megatron-core": "0.16.0"}),
