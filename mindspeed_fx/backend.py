@@ -395,4 +395,5 @@ def identity(options: Options) -> str:
 
 
 bisector.register_bisector()
+dynamo.keep_contexts_over_jumps()
 dynamo.while_compiling(mindspeed, without_collection)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import sys
 import time
@@ -215,6 +216,31 @@ def starts_over(error: BaseException) -> bool:
     from torch._dynamo.exc import RestartAnalysis
 
     return isinstance(error, RestartAnalysis)
+
+
+@functools.lru_cache(maxsize=1)
+def jumps_leave_blocks() -> bool:
+    """Whether this Python's table of exceptions omits jumps at the end of a loop inside of ``with`` (3.13 does)."""
+    code = compile("with a:\n for x in b:\n  if x: a()", "", "exec")
+    entries = getattr(dis.Bytecode(code), "exception_entries", ())
+    jumps = [i.offset for i in dis.get_instructions(code) if i.opname.startswith("POP_JUMP")]
+    return bool(entries) and any(not any(e.start <= jump < e.end for e in entries) for jump in jumps)
+
+
+def keep_contexts_over_jumps() -> None:
+    """Have Dynamo end no ``with`` at a conditional jump that this Python's table of exceptions omits, as it ends none
+    at a jump back: it took the jump for the end of all, and failed where there are two (a decoder of Megatron-core)."""
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase as Translator
+
+    update = Translator.update_block_stack
+    if not jumps_leave_blocks() or update.__name__ == "unless_it_jumps":
+        return
+
+    def unless_it_jumps(self: Any, inst: Any) -> None:
+        if inst.exn_tab_entry or not inst.opname.startswith("POP_JUMP"):
+            update(self, inst)
+
+    Translator.update_block_stack = unless_it_jumps
 
 
 class _Around:
