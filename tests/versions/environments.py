@@ -42,8 +42,8 @@ MATRIX = (
     Versions("3.11", {"transformers": "4.57.6"}),
     Versions("3.11", {"megatron-core": "0.16.0"}),
 )
-"""Python 3.11 with constraints.txt is what every other command runs. Two rows are the ends of what the package claims: the
-oldest Python with the oldest torch, the newest with the newest."""
+"""Python 3.11 with constraints.txt is what every other command runs. Two rows are the ends of what the package claims:
+the oldest Python with the oldest torch, the newest with the newest."""
 
 
 class Missing(RuntimeError):
