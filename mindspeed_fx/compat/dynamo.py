@@ -149,12 +149,29 @@ def capture_sizes() -> Callable[[], None]:
 
 
 def reorder_warnings() -> Callable[[], None]:
-    """Let Dynamo give warnings after a graph instead of breaking it there; returns what takes that back."""
+    """Let Dynamo give warnings after a graph instead of breaking it there; returns what takes that back. A stack level
+    given by name is forgotten, for which torch 2.14 would break the graph."""
     functions = torch._dynamo.config.reorderable_logging_functions
     if warnings.warn in functions:
         return lambda: None
+    from torch._dynamo.variables import ConstantVariable
+    from torch._dynamo.variables.misc import DebuggingVariable
+
+    allows = DebuggingVariable.can_reorder_logs
+
+    def allows_names(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+        if function is warnings.warn:
+            args, kwargs = [*args, *kwargs.values()], {}
+        return allows(function, args, kwargs)
+
+    def undo() -> None:
+        functions.discard(warnings.warn)
+        DebuggingVariable.can_reorder_logs = staticmethod(allows)
+
     functions.add(warnings.warn)
-    return lambda: functions.discard(warnings.warn)
+    if not allows(warnings.warn, [], {"stacklevel": ConstantVariable.create(2)}):
+        DebuggingVariable.can_reorder_logs = staticmethod(allows_names)
+    return undo
 
 
 def _switch_on(name: str) -> Callable[[], None]:
