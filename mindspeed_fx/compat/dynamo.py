@@ -260,6 +260,26 @@ def keep_contexts_over_jumps() -> None:
     Translator.update_block_stack = unless_it_jumps
 
 
+def skip_guards_on_empty_hooks() -> None:
+    """Have Dynamo keep no guard on a module's having no hooks, as ``skip_nnmodule_hook_guards`` asks: torch 2.14 knows
+    where the empty dict is from, and guards its truth all the same. Megatron adds hooks after the first step."""
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable as Module
+
+    read = getattr(Module, "tp_getattro_impl", None)
+    if "hooks_source" not in getattr(getattr(read, "__code__", None), "co_varnames", ()):
+        return
+    length = GuardBuilder.SEQUENCE_LENGTH
+
+    @functools.wraps(length)
+    def unless_no_hooks(self: Any, guard: Any) -> None:
+        is_of_hooks = guard.name.endswith(("_hooks", "_hooks_with_kwargs"))
+        if not (is_of_hooks and torch._dynamo.config.skip_nnmodule_hook_guards and not self.get(guard)):
+            length(self, guard)
+
+    GuardBuilder.SEQUENCE_LENGTH = unless_no_hooks
+
+
 class _Around:
     """A context that Dynamo enters before it reads a frame for one backend and leaves when the frame is compiled."""
 
