@@ -395,4 +395,6 @@ def identity(options: Options) -> str:
 
 
 bisector.register_bisector()
+dynamo.keep_contexts_over_jumps()
+dynamo.skip_guards_on_empty_hooks()
 dynamo.while_compiling(mindspeed, without_collection)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import operator
 import sys
 from typing import Any, Callable, Iterator, Sequence
@@ -82,7 +83,10 @@ def register_strategies(
         rule: called with the operator's arguments, tensors as DTensor specs; returns (results, tensor arguments) rows.
     """
     from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, RuntimeSchemaInfo
-    from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
+    from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy as expand
+
+    named = inspect.signature(expand).parameters
+    only = "is_valid_strategy_cb" if "is_valid_strategy_cb" in named else "full_mesh_strategy_filter"  # from torch 2.14
 
     def spec(value: Any) -> Any:
         return value.strategies[0].output_spec if isinstance(value, OpStrategy) else value
@@ -99,13 +103,8 @@ def register_strategies(
                 if isinstance(p, Shard)
             )
 
-        return expand_to_full_mesh_op_strategy(
-            schema.get_mesh_from_args(),
-            schema,
-            _dtensor_placements(rows, schema),
-            input_index=len(overload._schema.returns),
-            is_valid_strategy_cb=allowed,
-        )
+        placements, results = _dtensor_placements(rows, schema), len(overload._schema.returns)
+        return expand(schema.get_mesh_from_args(), schema, placements, input_index=results, **{only: allowed})
 
     info = RuntimeSchemaInfo(first_plain_argument(overload), needs_pytree=True)
     DTensor._op_dispatcher.sharding_propagator.register_op_strategy(overload, strategy, info)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import sys
 import time
@@ -148,12 +149,29 @@ def capture_sizes() -> Callable[[], None]:
 
 
 def reorder_warnings() -> Callable[[], None]:
-    """Let Dynamo give warnings after a graph instead of breaking it there; returns what takes that back."""
+    """Let Dynamo give warnings after a graph instead of breaking it there; returns what takes that back. A stack level
+    given by name is forgotten, for which torch 2.14 would break the graph."""
     functions = torch._dynamo.config.reorderable_logging_functions
     if warnings.warn in functions:
         return lambda: None
+    from torch._dynamo.variables import ConstantVariable
+    from torch._dynamo.variables.misc import DebuggingVariable
+
+    allows = DebuggingVariable.can_reorder_logs
+
+    def allows_names(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+        if function is warnings.warn:
+            args, kwargs = [*args, *kwargs.values()], {}
+        return allows(function, args, kwargs)
+
+    def undo() -> None:
+        functions.discard(warnings.warn)
+        DebuggingVariable.can_reorder_logs = staticmethod(allows)
+
     functions.add(warnings.warn)
-    return lambda: functions.discard(warnings.warn)
+    if not allows(warnings.warn, [], {"stacklevel": ConstantVariable.create(2)}):
+        DebuggingVariable.can_reorder_logs = staticmethod(allows_names)
+    return undo
 
 
 def _switch_on(name: str) -> Callable[[], None]:
@@ -215,6 +233,51 @@ def starts_over(error: BaseException) -> bool:
     from torch._dynamo.exc import RestartAnalysis
 
     return isinstance(error, RestartAnalysis)
+
+
+@functools.lru_cache(maxsize=1)
+def jumps_leave_blocks() -> bool:
+    """Whether this Python's table of exceptions omits jumps at the end of a loop inside of ``with`` (3.13 does)."""
+    code = compile("with a:\n for x in b:\n  if x: a()", "", "exec")
+    entries = getattr(dis.Bytecode(code), "exception_entries", ())
+    jumps = [i.offset for i in dis.get_instructions(code) if i.opname.startswith("POP_JUMP")]
+    return bool(entries) and any(not any(e.start <= jump < e.end for e in entries) for jump in jumps)
+
+
+def keep_contexts_over_jumps() -> None:
+    """Have Dynamo end no ``with`` at a conditional jump that this Python's table of exceptions omits, as it ends none
+    at a jump back: it took the jump for the end of all, and failed where there are two (a decoder of Megatron-core)."""
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase as Translator
+
+    update = Translator.update_block_stack
+    if not jumps_leave_blocks() or update.__name__ == "unless_it_jumps":
+        return
+
+    def unless_it_jumps(self: Any, inst: Any) -> None:
+        if inst.exn_tab_entry or not inst.opname.startswith("POP_JUMP"):
+            update(self, inst)
+
+    Translator.update_block_stack = unless_it_jumps
+
+
+def skip_guards_on_empty_hooks() -> None:
+    """Have Dynamo keep no guard on a module's having no hooks, as ``skip_nnmodule_hook_guards`` asks: torch 2.14 knows
+    where the empty dict is from, and guards its truth all the same. Megatron adds hooks after the first step."""
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable as Module
+
+    read = getattr(Module, "tp_getattro_impl", None)
+    if "hooks_source" not in getattr(getattr(read, "__code__", None), "co_varnames", ()):
+        return
+    length = GuardBuilder.SEQUENCE_LENGTH
+
+    @functools.wraps(length)
+    def unless_no_hooks(self: Any, guard: Any) -> None:
+        is_of_hooks = guard.name.endswith(("_hooks", "_hooks_with_kwargs"))
+        if not (is_of_hooks and torch._dynamo.config.skip_nnmodule_hook_guards and not self.get(guard)):
+            length(self, guard)
+
+    GuardBuilder.SEQUENCE_LENGTH = unless_no_hooks
 
 
 class _Around:

@@ -237,10 +237,15 @@ def tracing(result: ParallelizedGraph | None) -> Iterator[None]:
     if result is None:
         yield
         return
-    from mindspeed_fx.compat import dtensor
+    from mindspeed_fx.compat import dtensor, sharding_shapes
     from mindspeed_fx.sharding.spmd.program import differentiating
 
-    with dtensor.plain_tensors_as_replicated(), symbols.equal_sizes_once(), differentiating(lambda: result.program):
+    with (
+        dtensor.plain_tensors_as_replicated(),
+        sharding_shapes.untraced(),
+        symbols.equal_sizes_once(),
+        differentiating(lambda: result.program),
+    ):
         yield
 
 

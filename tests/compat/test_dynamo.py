@@ -50,3 +50,52 @@ def test_a_fresh_callable_is_compiled_again_however_often():
     for _ in range(10):
         torch.compile(dynamo.fresh_callable(function), **SETTINGS)(torch.randn(2))
     assert counters["stats"]["unique_graphs"] == 10
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_condition_at_the_end_of_a_loop_ends_no_context(breaks):
+    """Python 3.13 has no entry for its jump in the table of exceptions, by which Dynamo knows contexts."""
+
+    def function(x, scales):
+        with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", torch.float16):
+            for scale in scales:
+                x = (x @ x) * scale
+                if breaks and scale == 3:
+                    torch._dynamo.graph_break()
+                if scale > 2:
+                    x = x + 1
+            x = x @ x
+        return x @ x.float().to(x.dtype), x
+
+    x = torch.eye(4) / 3
+    step = torch.compile(function, **{**SETTINGS, "fullgraph": not breaks})
+    for result, expected in zip(step(x, [2, 3, 4]), function(x, [2, 3, 4])):
+        assert result.dtype == expected.dtype == torch.float16
+        torch.testing.assert_close(result, expected)
+
+
+class Calls(Layer):
+    """As Megatron's modules are."""
+
+    def __call__(self, x):
+        return super().__call__(x)
+
+
+class Two(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Calls(), Calls()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+def test_hooks_that_come_later_compile_nothing_anew():
+    """As those of Megatron's gathers of parameters do, after the first step."""
+    model = Two()
+    model.compile(**SETTINGS)
+    x = torch.randn(2, 4)
+    expected = model(x)
+    for module in (model.first, model.second, model.second.linear):
+        module.register_forward_pre_hook(lambda module, args: None)
+    assert torch.equal(model(x), expected) and counters["stats"]["unique_graphs"] == 1

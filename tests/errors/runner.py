@@ -13,6 +13,7 @@ import contextlib
 import inspect
 import io
 import pathlib
+import re
 import warnings
 from dataclasses import dataclass
 from typing import Any, Callable
@@ -25,6 +26,9 @@ from mindspeed_fx.megatron.flags import FlagError
 
 LONGEST = 1500
 """Letters of a message: lists of valid names are long, the text of a graph is longer."""
+
+LOGGED = re.compile(r"[EWI]\d{4} \d\d:\d\d:\d\d")
+"""A line of torch's own log, which goes to what stderr was at its first import, or is at the moment (torch 2.14)."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,8 @@ def run_command(wrong: Row, monkeypatch: pytest.MonkeyPatch) -> str:
             status = cli.main(arguments)
         except SystemExit as end:
             status = end.code
-    return f"{err.getvalue().rstrip()}\nstatus {status}"
+    own = "\n".join(line for line in err.getvalue().rstrip().splitlines() if not LOGGED.match(line))
+    return f"{own}\nstatus {status}"
 
 
 def _call(wrong: Row, monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -123,6 +123,13 @@ def compiled():
     dist.destroy_process_group()
 
 
+def fake_ranks_answer():
+    """False where the result of a message to fake ranks is memory that nobody wrote, as before torch 2.13."""
+    sent, received = torch.ones(2), torch.zeros(2)
+    dist.all_to_all_single(received, sent)
+    return bool((received == sent).all())
+
+
 @pytest.mark.parametrize(
     "kind,mesh,plan",
     [
@@ -135,6 +142,8 @@ def compiled():
 )
 def test_sizes_that_ranks_share_evenly_are_one_program(kind, mesh, plan, compiled):
     step = compiled(kind(1), mesh, plan)
+    if kind is Mixtral and not fake_ranks_answer():
+        pytest.skip("which experts' tokens arrive is read, and this torch's fake ranks leave it unwritten")
     for rows, seq in ((4, 16), (6, 20), (8, 64)):
         step(*dynamic_ranks.batch(rows, seq)).backward()
     assert counters["stats"]["unique_graphs"] == 1

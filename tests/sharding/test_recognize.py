@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import torch
+from torch import fx, nn
 
 from mindspeed_fx.cost.collectives import collective_seconds
 from mindspeed_fx.cost.hardware import hardware
@@ -50,6 +52,21 @@ def test_counts_per_layer_and_group(monkeypatch):
     first, second, third = describe_collectives(layer + other + outer, "forward")
     assert 'forward, 2 ranks of group 1: 2 all_reduce per layer (3 layers, 2 MiB each) amount to plan "tp"' in first
     assert 'amount to plan "ep"' in second and third == "forward, outside of layers: 1 all_reduce"
+
+
+def test_a_layer_whose_values_are_its_keys_is_read():
+    graph = fx.Graph()
+    x, weight = graph.placeholder("x"), graph.placeholder("w")
+    linear = graph.call_function(torch.ops.mindspeed.linear.default, (x, weight))
+    sent = graph.call_function(torch.ops._c10d_functional.all_reduce.default, (linear, "sum", "0"))
+    out = graph.call_function(torch.ops.aten.scaled_dot_product_attention.default, (sent, linear, linear))
+    graph.output(out)
+    for node in graph.nodes:
+        node.meta["val"] = torch.empty((8, 8) if node is weight else (1, 8, 8), device="meta")
+        node.meta["nn_module_stack"] = {"layer": ("L['self'].layers.0.attention", nn.Module)}
+    gm = fx.GraphModule({}, graph)
+    layer = alternatives.layer_of(gm, {"layers.0.attention"}, 2, False, hardware("ascend910b2"))
+    assert layer.queries == 2 * 8 * 8 * 4 and layer.keys == 2 * layer.queries
 
 
 def test_rivals_are_priced():

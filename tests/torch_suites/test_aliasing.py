@@ -143,8 +143,22 @@ def views_without_gradients(x):
     return x.sin() * y, x.cos() * z
 
 
+def expanded_gradients_are_taken():
+    """False for a torch whose AOTAutograd copies a gradient of an expanded output into memory of that shape."""
+    x = torch.ones(4, 3, requires_grad=True)
+    out = torch.compile(lambda x: x.sum(1, keepdim=True).expand(4, 6), backend="aot_eager")(x)
+    try:
+        out.backward(torch.ones(4, 6))
+    except RuntimeError as error:
+        assert "single memory location" in str(error)
+        return False
+    return True
+
+
 @pytest.mark.parametrize("name", sorted(TABLE.programs))
 def test_program(name):
+    if name == "returns_expanded" and not expanded_gradients_are_taken():
+        pytest.skip("this torch's AOTAutograd refuses gradients of expanded outputs")
     TABLE.assert_same(name)
 
 

@@ -50,8 +50,17 @@ def test_hooks_registered_inside(f, codegen):
 def test_hooks_registered_inside_and_called_by_autograd(f):
     x, y = (torch.linspace(-1, 1, 6, dtype=torch.double).requires_grad_() for _ in range(2))
     f(x).backward()
+    if f is two_on_one and not torch.equal(gradient_of(f, "eager"), x.grad):
+        pytest.skip("this torch's Dynamo alone calls two hooks in the other order")
     torch.compile(f, backend="mindspeed", options=OPTIONS)(y).backward()
     torch.testing.assert_close(y.grad, x.grad)
+
+
+def gradient_of(f, backend):
+    x = torch.linspace(-1, 1, 6, dtype=torch.double).requires_grad_()
+    torch.compile(f, backend=backend)(x).backward()
+    torch._dynamo.reset()
+    return x.grad
 
 
 def test_the_report_says_why():

@@ -72,7 +72,7 @@ def table(rows: Sequence[Row]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.versions", description=__doc__)
     parser.add_argument("tests", nargs="*", help="files of tests; default: all")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these of the list")
+    parser.add_argument("--only", action="append", metavar="NAME", help="this one of the list; again for more")
     parser.add_argument("--list", action="store_true", help="print the names and run nothing")
     parser.add_argument("--folder", type=Path, default=ROOT / "build/versions")
     parser.add_argument("--drop", action="store_true", help="remove each environment after its run")

@@ -12,6 +12,7 @@ REPORT = """<testsuites><testsuite>
 <testcase classname="tests.b" name="three"><skipped/></testcase>
 <testcase classname="tests.b" name="four"><error/></testcase>
 </testsuite></testsuites>"""
+OK = command.Row("mine", passed=1)
 
 
 def test_names_are_told_apart_and_listed(capsys):
@@ -20,6 +21,13 @@ def test_names_are_told_apart_and_listed(capsys):
     assert capsys.readouterr().out == "py3.11-torch2.11.0\n"
     with pytest.raises(SystemExit):
         command.main(["--only", "py3.11-torch9"])
+
+
+def test_tests_may_follow_the_name(tmp_path, monkeypatch):
+    runs = []
+    monkeypatch.setattr(command, "run", lambda versions, folder, tests: runs.append((versions.name, tests)) or OK)
+    assert command.main(["--only", "py3.12", "--only", "py3.13", "tests/compat", "--folder", str(tmp_path)]) == 0
+    assert runs == [("py3.12", ["tests/compat"]), ("py3.13", ["tests/compat"])]
 
 
 def test_constraints_give_way_to_what_is_asked_for():

@@ -97,7 +97,7 @@ def layer_of(gm: fx.GraphModule, layers: set[str], ranks: int, divided: bool, ha
     if not sizes or not weights or not attention or not layers:
         return None
     tokens = max(set(sizes), key=sizes.count)
-    q, k, v = attention[0].all_input_nodes[:3]
+    q, k, v = attention[0].args[:3]  # one tensor may be two of them
     here = tokens // ranks if divided else tokens
     own = [
         n

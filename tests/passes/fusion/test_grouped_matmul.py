@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.models import double, explain, function_agrees
+from tests.transformers_parts import need_grouped_products
 
 NAME = "fusion.grouped_matmul"
 
@@ -30,7 +31,7 @@ def grouped(x, w, o):
 @pytest.mark.parametrize("transposed", [True, False])
 def test_one_call(dtype, tolerance, transposed):
     if dtype != torch.bfloat16:
-        pytest.importorskip("transformers.integrations.moe", reason="needs Hugging Face transformers")
+        need_grouped_products()
     x, w = (
         torch.randn(24, 16).to(dtype).requires_grad_(),
         torch.randn(4, *((32, 16) if transposed else (16, 32))).to(dtype).requires_grad_(),
@@ -49,7 +50,7 @@ def test_rows_without_a_group_are_zero_where_aten_leaves_them_undefined():
 
 
 def test_the_tail_is_promised_where_the_call_promises_it():
-    pytest.importorskip("transformers.integrations.moe", reason="needs Hugging Face transformers")
+    need_grouped_products()
     for dtype, is_promised in ((torch.bfloat16, False), (torch.float32, True)):
         torch._dynamo.reset()
         report = explain(grouped, torch.randn(8, 16).to(dtype), torch.randn(2, 16, 8).to(dtype), ends(3, 5))

@@ -1,5 +1,6 @@
 """Routers of mixtures of experts, as models spell them, become one operator on npu."""
 
+import inspect
 import math
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import mindspeed_fx
 from tests.kernels.npu import npu_graphs
 from tests.models import explain, function_agrees, fusion_counts
+from tests.transformers_parts import part_of
 from tests.zoo import architectures
 
 NAME = "fusion.router_topk"
@@ -258,15 +260,15 @@ ROUTERS = {
 @pytest.mark.parametrize("name", ROUTERS)
 def test_routers_of_transformers(name):
     transformers = pytest.importorskip("transformers")
-    import importlib
-
     cls, sizes = ROUTERS[name]
     config = transformers.AutoConfig.for_model(name, hidden_size=32, **sizes)
-    router = getattr(importlib.import_module(f"transformers.models.{name}.modeling_{name}"), cls)(config)
+    router = part_of(f"models.{name}.modeling_{name}", cls)(config)
     torch.manual_seed(0)
     for tensor in [*router.parameters(), *router.buffers()]:
         torch.nn.init.normal_(tensor, std=0.3)
     x = torch.randn(10, 32, requires_grad=True)
+    if not isinstance(results := router(x), tuple) or [r.dtype for r in results[2:]] != [torch.int64]:
+        pytest.skip(f"{cls} of transformers {transformers.__version__} does not return scores, weights and numbers")
 
     def f(x):
         scores, weights, ids = router(x)
@@ -301,10 +303,15 @@ def test_router_of_megatron(name, biased):
     "name, count", [("mixtral", 2), pytest.param("qwen3_moe", 2, marks=pytest.mark.slow), ("deepseek_v3", 1)]
 )
 def test_exact_counts_on_models(name, count):
-    """DeepSeek-V3's first layer is dense. The loss of the balance between experts chooses too, without weights."""
+    """DeepSeek-V3's first layer is dense, and transformers 5.0 fills its groups with 0. The loss of the balance
+    between experts chooses too, without weights."""
     pytest.importorskip("transformers")
     model, inputs = architectures.build(name)
     extra = {} if name == "deepseek_v3" else dict(output_router_logits=True)
     torch._dynamo.reset()
     report = mindspeed_fx.explain(model.to(torch.bfloat16), **inputs, **extra, options=npu_graphs.OPTIONS)
-    assert report.counts[NAME] == count and not report.skipped(NAME)
+    reasons = [s.reason for s in report.skipped(NAME)]
+    if name == "deepseek_v3" and "masked_fill(~score_mask.bool(), 0.0)" in inspect.getsource(inspect.getmodule(model)):
+        assert report.counts[NAME] == 0 and "get 0, which a bias may make more than another's score" in reasons[0]
+    else:
+        assert report.counts[NAME] == count and not reasons

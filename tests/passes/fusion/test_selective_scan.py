@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.models import assert_same_training, explain, function_agrees, fusion_counts
+from tests.transformers_parts import part_of
 
 NAME = "fusion.selective_scan"
 SETTINGS = dict(softplus=True, shift=True, skip=True, gate=True, read="matmul", order="same", decay="same", final=False)
@@ -92,7 +93,7 @@ def test_near_misses(given, reason):
     ],
 )
 def test_function_of_transformers(dtype, seq, associative, last):
-    from transformers.models.mamba.modeling_mamba import mamba_selective_scan
+    mamba_selective_scan = part_of("models.mamba.modeling_mamba", "mamba_selective_scan")
 
     def f(u, dt, A, B, C, D, z, bias):
         return mamba_selective_scan(
@@ -108,7 +109,7 @@ def test_function_of_transformers(dtype, seq, associative, last):
 
 
 def test_c_may_be_a_product_as_of_a_norm_with_its_weight():
-    from transformers.models.mamba.modeling_mamba import mamba_selective_scan
+    mamba_selective_scan = part_of("models.mamba.modeling_mamba", "mamba_selective_scan")
 
     def f(u, dt, A, B, C, weight):
         return mamba_selective_scan(u, dt, A, B, C * weight[:, None], use_associative_scan=True)
@@ -133,7 +134,7 @@ def test_mamba():
 @pytest.mark.parametrize("width, reason", [(4, None), (40, "states 40 wide, the kernel takes up to 32")])
 def test_associative_scans_on_accelerators(width, reason):
     """Where a kernel walks through the tokens; else they stay."""
-    from transformers.models.mamba.modeling_mamba import mamba_selective_scan
+    mamba_selective_scan = part_of("models.mamba.modeling_mamba", "mamba_selective_scan")
 
     def f(u, dt, A, B, C):
         return mamba_selective_scan(u, dt, A, B, C, use_associative_scan=True)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.models import assert_same_training, explain, function_agrees, fusion_counts
+from tests.transformers_parts import part_of
 
 NAME = "fusion.ssd"
 SETTINGS = dict(
@@ -117,7 +118,7 @@ def test_near_misses(given, reason):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_function_of_transformers(dtype):
-    from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
+    mamba2_chunk_scan = part_of("models.mamba2.modeling_mamba2", "mamba2_chunk_scan")
 
     def f(x, dt, A, B, C, D, bias):
         limits = (1e-3, 2.0)
