@@ -2,7 +2,7 @@
 
     python -m tests.scenarios [NAMES] [--backend passes mindspeed inductor] [--write docs/scenarios.md]
 
-NAMES are names or parts of them. Inductor runs where one of ours raises or differs, or where it is named. The exit
+NAMES are names, or parts of them where no scenario is called so. Inductor runs where one of ours raises or differs, or where it is named. The exit
 status is 1 where something that Inductor does rightly is not right here.
 """
 
@@ -31,10 +31,11 @@ def main(argv: list[str] | None = None) -> int:
     if args.list:
         print(*scenarios, sep="\n")
         return 0
-    unknown = [n for n in args.names if not any(n in name for name in scenarios)]
-    if unknown:
+    named = {part: [part] if part in scenarios else [n for n in scenarios if part in n] for part in args.names}
+    if unknown := [part for part, names in named.items() if not names]:
         parser.error(f"no scenario has {', '.join(unknown)} in its name")
-    chosen = [s for s in scenarios.values() if not args.names or any(n in s.name for n in args.names)]
+    wanted = set(sum(named.values(), []))
+    chosen = [s for s in scenarios.values() if not args.names or s.name in wanted]
     runs = runner.Runner(args.out, args.limit)
     rows = []
     for one in chosen:

@@ -95,6 +95,13 @@ def test_one_that_fails_costs_only_itself(kind, status, run_faulty):
     assert kind != "raises" or "on purpose" in record["error"]
 
 
+def test_a_runner_asks_its_server(tmp_path):
+    runs = runner.Runner(tmp_path, 30)
+    assert runs.run("faulty/right", "tests.scenarios.faulty", "passes")["status"] == "ok"
+    assert runs.values("faulty/right", "passes").keys() == {"x", "y"}
+    runs.close()
+
+
 def test_a_wrong_value_is_a_defect_where_inductor_is_right(run_faulty, tmp_path):
     for kind, backends in {"wrong": ("eager", "passes"), "right": ("inductor",)}.items():
         for backend in backends:
