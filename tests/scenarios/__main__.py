@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--alone", action="store_true", help="do not ask Inductor where ours is not equal")
     parser.add_argument("--limit", type=float, default=300, help="seconds of one scenario with one backend")
     parser.add_argument("--out", type=Path, default=Path("build", "scenarios_runs"))
-    parser.add_argument("--write", type=Path, help="write the table of all that is kept")
+    parser.add_argument("--write", type=Path, help="write the table of all that is kept, and of what it has already")
     parser.add_argument("--list", action="store_true")
     args = parser.parse_args(argv)
     runner.add_packages()
@@ -46,7 +46,9 @@ def main(argv: list[str] | None = None) -> int:
     runs.close()
     print(report.summary(rows))
     if args.write:
-        args.write.write_text(report.page([report.read(runs, s) for s in scenarios.values()]))
+        before = report.read_page(args.write)
+        merged = [report.merge(report.read(runs, s), before.get(s.name)) for s in scenarios.values()]
+        args.write.write_text(report.page(merged))
     return int(any(row.defect for row in rows))
 
 

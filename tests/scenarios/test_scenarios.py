@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
@@ -100,6 +101,17 @@ def test_a_runner_asks_its_server(tmp_path):
     assert runs.run("faulty/right", "tests.scenarios.faulty", "passes")["status"] == "ok"
     assert runs.values("faulty/right", "passes").keys() == {"x", "y"}
     runs.close()
+
+
+def test_a_page_keeps_what_is_not_run_again():
+    page = Path(__file__).parents[2] / "docs" / "scenarios.md"
+    before = report.read_page(page)
+    rows = [report.merge(report.Row(name), before.get(name)) for name in table.load()]
+    assert report.page(rows) == page.read_text()
+    new = report.Row("x", {"eager": "ok", "mindspeed": "equal"}, {"mindspeed": {"graphs": 2}})
+    old = report.Row("x", {"eager": "ok", "passes": "differs"}, {"passes": {"graphs": 3}})
+    assert report.merge(new, old).results == {"eager": "ok", "passes": "differs", "mindspeed": "equal"}
+    assert report.merge(report.Row("x", {"eager": "late"}), old) == old
 
 
 def test_a_wrong_value_is_a_defect_where_inductor_is_right(run_faulty, tmp_path):
