@@ -2,8 +2,8 @@
 
     python -m tests.scenarios [NAMES] [--backend passes mindspeed inductor] [--write docs/scenarios.md]
 
-NAMES are names, or parts of them where no scenario is called so. Inductor runs where one of ours raises or differs, or where it is named. The exit
-status is 1 where something that Inductor does rightly is not right here.
+NAMES are names, or parts of them where no scenario is called so. Inductor runs where one of ours raises or differs, or
+where it is named. The exit status is 1 where something that Inductor does rightly is not right here.
 """
 
 from __future__ import annotations
