@@ -158,7 +158,7 @@ def _group(name: str) -> str:
 
 def _line(row: Row, note: str) -> str:
     words = [row.results.get(b, "").split(":")[0] for b in (*OURS, "inductor")]
-    graphs = next((str(row.records[b].get("graphs", "")) for b in OURS if b in row.records), "")
+    graphs = max((int(row.records[b].get("graphs") or 0) for b in OURS if b in row.records), default="")
     if row.results.get("eager", "ok") != "ok":
         words[0], note = "not run", note or f"eager: {row.results['eager'].splitlines()[0][:80]}".replace("|", "/")
     return f"| {row.name} | {' | '.join(words)} | {graphs} | {note} |"

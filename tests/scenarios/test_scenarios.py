@@ -106,7 +106,8 @@ def test_a_runner_asks_its_server(tmp_path):
 def test_a_page_keeps_what_is_not_run_again():
     page = Path(__file__).parents[2] / "docs" / "scenarios.md"
     before = report.read_page(page)
-    rows = [report.merge(report.Row(name), before.get(name)) for name in table.load()]
+    names = (name for name in table.load() if not name.startswith("faulty/"))
+    rows = [report.merge(report.Row(name), before.get(name)) for name in names]
     assert report.page(rows) == page.read_text()
     new = report.Row("x", {"eager": "ok", "mindspeed": "equal"}, {"mindspeed": {"graphs": 2}})
     old = report.Row("x", {"eager": "ok", "passes": "differs"}, {"passes": {"graphs": 3}})
