@@ -79,7 +79,7 @@ def substitute(gm: fx.GraphModule, old: fx.Node, new: fx.Node) -> str | None:
         return f"the operator returns shape {tuple(b.shape)} where the model has {tuple(a.shape)}"
     if a.dtype != b.dtype:
         new = insert(gm, old, aten.to.dtype, (new, a.dtype))
-    if fake.layout(value(new)) != fake.layout(a) and not layout_is_free(old, value(new)):
+    if needs_copy(old, value(new)):
         # The layout that the model had: dimensions by falling stride, densely packed.
         order = sorted(range(a.dim()), key=lambda d: (-hint(a.stride(d)), d))
         back = sorted(range(a.dim()), key=order.__getitem__)
@@ -93,6 +93,11 @@ def substitute(gm: fx.GraphModule, old: fx.Node, new: fx.Node) -> str | None:
             user.meta["fresh"] = True
     old.replace_all_uses_with(new)
     return None
+
+
+def needs_copy(old: fx.Node, new: torch.Tensor) -> bool:
+    """Whether ``new`` has another layout than ``old`` where somebody may see it."""
+    return fake.layout(new) != fake.layout(value(old)) and not layout_is_free(old, new)
 
 
 def finish(gm: fx.GraphModule) -> None:
