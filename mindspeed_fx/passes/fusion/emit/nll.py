@@ -39,8 +39,9 @@ def _view_logits(gm: fx.GraphModule, probs: fx.Node) -> fx.Node:
     ):
         view = NewCall(user, user.target, probs.args[0], *user.args[1:], **user.kwargs)
         call = NewCall(user, aten.log_softmax.int, view, -1)
-        if rewrite.needs_copy(user, match.value(call)):
-            break  # the copy's views would be moved next, and so on for ever
+        order = rewrite.copy_order(user, match.value(call))
+        if order is not None and order != sorted(order):
+            break  # the copy would end in a view like this one, which would be moved next, and so on without an end
         moved = rewrite.build(call)
         if rewrite.substitute(gm, user, moved) is not None:
             break
