@@ -79,9 +79,7 @@ def substitute(gm: fx.GraphModule, old: fx.Node, new: fx.Node) -> str | None:
         return f"the operator returns shape {tuple(b.shape)} where the model has {tuple(a.shape)}"
     if a.dtype != b.dtype:
         new = insert(gm, old, aten.to.dtype, (new, a.dtype))
-    if fake.layout(value(new)) != fake.layout(a) and not layout_is_free(old, value(new)):
-        # The layout that the model had: dimensions by falling stride, densely packed.
-        order = sorted(range(a.dim()), key=lambda d: (-hint(a.stride(d)), d))
+    if (order := copy_order(old, value(new))) is not None:
         back = sorted(range(a.dim()), key=order.__getitem__)
         if order != list(range(a.dim())) and not inductor.view_may_leave(old):
             return "it and its detach() are both returned in an order of dimensions that torch cannot give back"
@@ -93,6 +91,16 @@ def substitute(gm: fx.GraphModule, old: fx.Node, new: fx.Node) -> str | None:
             user.meta["fresh"] = True
     old.replace_all_uses_with(new)
     return None
+
+
+def copy_order(old: fx.Node, new: torch.Tensor) -> list[int] | None:
+    """The dimensions by falling stride, as the model had them, in which ``new`` must be packed to stand for ``old``;
+    None where it may stay as it is.
+    """
+    a = value(old)
+    if fake.layout(new) == fake.layout(a) or layout_is_free(old, new):
+        return None
+    return sorted(range(a.dim()), key=lambda d: (-hint(a.stride(d)), d))
 
 
 def finish(gm: fx.GraphModule) -> None:

@@ -2,8 +2,8 @@
 
     python -m tests.scenarios [NAMES] [--backend passes mindspeed inductor] [--write docs/scenarios.md]
 
-NAMES are names or parts of them. Inductor runs where one of ours raises or differs, or where it is named. The exit
-status is 1 where something that Inductor does rightly is not right here.
+NAMES are names, or parts of them where no scenario is called so. Inductor runs where one of ours raises or differs, or
+where it is named. The exit status is 1 where something that Inductor does rightly is not right here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--alone", action="store_true", help="do not ask Inductor where ours is not equal")
     parser.add_argument("--limit", type=float, default=300, help="seconds of one scenario with one backend")
     parser.add_argument("--out", type=Path, default=Path("build", "scenarios_runs"))
-    parser.add_argument("--write", type=Path, help="write the table of all that is kept")
+    parser.add_argument("--write", type=Path, help="write the table of all that is kept, and of what it has already")
     parser.add_argument("--list", action="store_true")
     args = parser.parse_args(argv)
     runner.add_packages()
@@ -31,10 +31,11 @@ def main(argv: list[str] | None = None) -> int:
     if args.list:
         print(*scenarios, sep="\n")
         return 0
-    unknown = [n for n in args.names if not any(n in name for name in scenarios)]
-    if unknown:
+    named = {part: [part] if part in scenarios else [n for n in scenarios if part in n] for part in args.names}
+    if unknown := [part for part, names in named.items() if not names]:
         parser.error(f"no scenario has {', '.join(unknown)} in its name")
-    chosen = [s for s in scenarios.values() if not args.names or any(n in s.name for n in args.names)]
+    wanted = set(sum(named.values(), []))
+    chosen = [s for s in scenarios.values() if not args.names or s.name in wanted]
     runs = runner.Runner(args.out, args.limit)
     rows = []
     for one in chosen:
@@ -45,7 +46,9 @@ def main(argv: list[str] | None = None) -> int:
     runs.close()
     print(report.summary(rows))
     if args.write:
-        args.write.write_text(report.page([report.read(runs, s) for s in scenarios.values()]))
+        before = report.read_page(args.write)
+        merged = [report.merge(report.read(runs, s), before.get(s.name)) for s in scenarios.values()]
+        args.write.write_text(report.page(merged))
     return int(any(row.defect for row in rows))
 
 

@@ -122,8 +122,33 @@ def page(rows: list[Row]) -> str:
     for group, members in groups.items():
         lines.append(f"| {group} | {len(members)} | {sum(r.ran for r in members)} | {sum(r.equal for r in members)} |")
     lines += ["", "| scenario | passes | code | Inductor | graphs | note |", "|---|---|---|---|---|---|"]
-    lines += [_line(row, notes.get(row.name, "")) for row in rows if row.records]
+    lines += [_line(row, notes.get(row.name, "")) for row in rows if row.ran or row.results.get("eager", "ok") != "ok"]
     return "\n".join(lines) + "\n"
+
+
+def read_page(path: Path) -> dict[str, Row]:
+    """The rows of a page as :func:`page` wrote it: what was run elsewhere or before."""
+    rows = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        name, *words = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(words) != 5 or name == "scenario" or set(name) == {"-"}:
+            continue
+        row = rows[name] = Row(name, {"eager": "ok"})
+        if words[0] == "not run":
+            row.results["eager"] = words.pop().removeprefix("eager: ")
+            continue
+        row.results |= {b: word for b, word in zip((*OURS, "inductor"), words, strict=False) if word}
+        row.records = {b: {"graphs": words[3]} for b in OURS if b in row.results}
+    return rows
+
+
+def merge(row: Row, before: Row | None) -> Row:
+    """``row``, and what it has no result of from ``before``."""
+    if before is None:
+        return row
+    if row.results.get("eager") != "ok":
+        return before if before.ran or not row.results else row
+    return Row(row.name, before.results | row.results, before.records | row.records)
 
 
 def _group(name: str) -> str:
@@ -133,7 +158,7 @@ def _group(name: str) -> str:
 
 def _line(row: Row, note: str) -> str:
     words = [row.results.get(b, "").split(":")[0] for b in (*OURS, "inductor")]
-    graphs = next((str(row.records[b].get("graphs", "")) for b in OURS if b in row.records), "")
+    graphs = max((int(row.records[b].get("graphs") or 0) for b in OURS if b in row.records), default="")
     if row.results.get("eager", "ok") != "ok":
         words[0], note = "not run", note or f"eager: {row.results['eager'].splitlines()[0][:80]}".replace("|", "/")
     return f"| {row.name} | {' | '.join(words)} | {graphs} | {note} |"

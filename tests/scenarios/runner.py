@@ -79,22 +79,10 @@ def serve(module: str) -> None:
 
     def prepare() -> None:
         add_packages()
-        import torch
-
-        import mindspeed_fx.backend  # noqa: F401
-        from tests.scenarios import table
-
-        torch.set_num_threads(1)
-        torch.compile(torch.nn.functional.silu, backend="mindspeed", options={"codegen": "eager"})(torch.ones(2))
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
         sys.modules[module] = __import__(module, fromlist=["*"])
-        preload = getattr(sys.modules[module], "preload", None)
-        if preload is not None:
-            preload()
-        del table
+        getattr(sys.modules[module], "preload", lambda: None)()
 
-    forks.answer(prepare, _handle)
+    forks.answer(_handle, prepare)
 
 
 def add_packages() -> None:

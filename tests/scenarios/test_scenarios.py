@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,6 +94,25 @@ def test_one_that_fails_costs_only_itself(kind, status, run_faulty):
     record = run_faulty(kind, "passes", 2 if kind == "hangs" else 30)
     assert record["status"] == status
     assert kind != "raises" or "on purpose" in record["error"]
+
+
+def test_a_runner_asks_its_server(tmp_path):
+    runs = runner.Runner(tmp_path, 30)
+    assert runs.run("faulty/right", "tests.scenarios.faulty", "passes")["status"] == "ok"
+    assert runs.values("faulty/right", "passes").keys() == {"x", "y"}
+    runs.close()
+
+
+def test_a_page_keeps_what_is_not_run_again():
+    page = Path(__file__).parents[2] / "docs" / "scenarios.md"
+    before = report.read_page(page)
+    names = (name for name in table.load() if not name.startswith("faulty/"))
+    rows = [report.merge(report.Row(name), before.get(name)) for name in names]
+    assert report.page(rows) == page.read_text()
+    new = report.Row("x", {"eager": "ok", "mindspeed": "equal"}, {"mindspeed": {"graphs": 2}})
+    old = report.Row("x", {"eager": "ok", "passes": "differs"}, {"passes": {"graphs": 3}})
+    assert report.merge(new, old).results == {"eager": "ok", "passes": "differs", "mindspeed": "equal"}
+    assert report.merge(report.Row("x", {"eager": "late"}), old) == old
 
 
 def test_a_wrong_value_is_a_defect_where_inductor_is_right(run_faulty, tmp_path):

@@ -95,6 +95,83 @@ def bert() -> tuple[torch.nn.Module, Any]:
     return transformers.BertForMaskedLM(config), dict(input_ids=ids, labels=ids)
 
 
+def mixtral() -> tuple[torch.nn.Module, Any]:
+    import transformers
+
+    config = transformers.MixtralConfig(
+        hidden_size=256,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        vocab_size=2048,
+        use_cache=False,
+    )
+    ids = torch.randint(0, 2048, (4, 128))
+    return transformers.MixtralForCausalLM(config), dict(input_ids=ids, labels=ids)
+
+
+def t5() -> tuple[torch.nn.Module, Any]:
+    import transformers
+
+    config = transformers.T5Config(
+        d_model=256,
+        d_kv=64,
+        d_ff=1024,
+        num_layers=2,
+        num_heads=4,
+        vocab_size=2048,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        use_cache=False,
+    )
+    ids = torch.randint(2, 2048, (4, 128))
+    return transformers.T5ForConditionalGeneration(config), dict(input_ids=ids, labels=ids[:, :64].contiguous())
+
+
+def whisper() -> tuple[torch.nn.Module, Any]:
+    import transformers
+
+    sides = {f"{side}_{k}": v for side in ("encoder", "decoder") for k, v in dict(layers=2, attention_heads=4).items()}
+    config = transformers.WhisperConfig(
+        **sides,
+        d_model=256,
+        encoder_ffn_dim=1024,
+        decoder_ffn_dim=1024,
+        vocab_size=2048,
+        pad_token_id=0,
+        decoder_start_token_id=1,
+        max_source_positions=128,
+        dropout=0.0,
+    )
+    model = transformers.WhisperForConditionalGeneration(config)
+    return model, dict(input_features=torch.randn(2, 80, 256), labels=torch.randint(2, 2048, (2, 64)))
+
+
+def clip() -> tuple[torch.nn.Module, Any]:
+    import transformers
+
+    tower = dict(hidden_size=256, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=4)
+    config = transformers.CLIPConfig(
+        text_config=tower | dict(vocab_size=2048, eos_token_id=2), vision_config=tower | dict(patch_size=16)
+    )
+    inputs = dict(input_ids=torch.randint(3, 2048, (4, 77)), pixel_values=torch.randn(4, 3, 224, 224))
+    return transformers.CLIPModel(config), inputs | dict(return_loss=True)
+
+
+def convnext() -> tuple[torch.nn.Module, Any]:
+    import timm
+
+    return timm.create_model("convnext_atto", num_classes=10), dict(x=torch.randn(2, 3, 224, 224))
+
+
+def resnet() -> tuple[torch.nn.Module, Any]:
+    import torchvision
+
+    return torchvision.models.resnet18(num_classes=10), dict(x=torch.randn(4, 3, 112, 112))
+
+
 LARGER: dict[str, Callable[[], tuple[torch.nn.Module, Any]]] = {
     "peft/lora": lora,
     "transformers/masked/bert": bert,
@@ -102,11 +179,17 @@ LARGER: dict[str, Callable[[], tuple[torch.nn.Module, Any]]] = {
     "x-transformers/decoder/rms_norm_swiglu": decoder,
     "diffusers/dit": dit,
     "diffusers/unet": unet,
+    "transformers/mixture/mixtral": mixtral,
+    "transformers/seq2seq/t5": t5,
+    "transformers/audio/whisper": whisper,
+    "transformers/pairs/clip": clip,
+    "timm/convnext_atto": convnext,
+    "torchvision/resnet18": resnet,
 }
 
 
 def measure(build: Callable[[], tuple[torch.nn.Module, Any]], rounds: int) -> dict[str, float]:
-    """Median processor seconds of a step by backend."""
+    """Median processor seconds of a step by backend, and the median of a round's ratio of ours to Inductor's."""
     torch.manual_seed(0)
     model, inputs = build()
     steps = {}
@@ -119,7 +202,8 @@ def measure(build: Callable[[], tuple[torch.nn.Module, Any]], rounds: int) -> di
 
         steps[backend] = step
     times = interleaved(steps, rounds, clock="processor")
-    return {name: statistics.median(t) for name, t in times.items()}
+    ratios = [ours / torchs for ours, torchs in zip(times["mindspeed"], times["inductor"], strict=True)]
+    return {name: statistics.median(t) for name, t in times.items()} | {"ratio": statistics.median(ratios)}
 
 
 def main() -> None:
@@ -134,7 +218,7 @@ def main() -> None:
         torch._dynamo.reset()
         seconds = measure(LARGER[name], args.rounds)
         line = {"name": name, **{k: round(v, 5) for k, v in seconds.items()}}
-        print(json.dumps(line), f"ratio {seconds['mindspeed'] / seconds['inductor']:.2f}", flush=True)
+        print(json.dumps(line), flush=True)
         with open(args.out / "times.jsonl", "a") as file:
             file.write(json.dumps(line) + "\n")
 

@@ -125,6 +125,16 @@ def test_the_greatest_of_a_row_is_read_from_the_logits_and_that_of_a_column_is_n
         assert report.counts[NAME] == 0 and "also read by argmax" in report.skipped(NAME)[0].reason
 
 
+def test_log_probabilities_by_frames_stay_as_they_are():
+    # As CTC wants them, [frames, batch, classes]: a view of the logits first would need a copy after it, whose views
+    # were moved before the next log-softmax, and so on without an end.
+    # Dynamo breaks the graph before ctc_loss, which sees the layout.
+    x = torch.randn(2, 5, 8, dtype=torch.double, requires_grad=True)
+    report = function_agrees(lambda x: F.log_softmax(x, -1).transpose(0, 1), x)
+    run = next(r for r in report.graphs[0].runs if r.report.name == NAME)
+    assert report.counts.get(NAME, 0) == 0 and "aten.contiguous" not in run.after
+
+
 def test_large_float16_logits_do_not_overflow_once_fused():
     x = (torch.arange(35).view(5, 7) - 3.0).half().requires_grad_()
     f = lambda x: (x.exp().sum(-1).log() - x.gather(1, ROWS[:, None])[:, 0]).sum()  # noqa: E731

@@ -8,6 +8,7 @@ import torch.fx as fx
 
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
+from mindspeed_fx.graph.new_call import NewCall
 from mindspeed_fx.passes.base import calls
 from mindspeed_fx.passes.fusion.analysis.nll import (
     OVER,
@@ -36,8 +37,12 @@ def _view_logits(gm: fx.GraphModule, probs: fx.Node) -> fx.Node:
         and acts_on_rows(user := next(iter(probs.users)))
         and not match.unsafe([probs, user], [probs.args[0]])
     ):
-        x = rewrite.insert(gm, user, user.target, (probs.args[0], *user.args[1:]), dict(user.kwargs))
-        moved = rewrite.insert(gm, user, aten.log_softmax.int, (x, -1))
+        view = NewCall(user, user.target, probs.args[0], *user.args[1:], **user.kwargs)
+        call = NewCall(user, aten.log_softmax.int, view, -1)
+        order = rewrite.copy_order(user, match.value(call))
+        if order is not None and order != sorted(order):
+            break  # the copy would end in a view like this one, which would be moved next, and so on without an end
+        moved = rewrite.build(call)
         if rewrite.substitute(gm, user, moved) is not None:
             break
         gm.graph.erase_node(user)
