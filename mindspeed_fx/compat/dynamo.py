@@ -238,9 +238,15 @@ def starts_over(error: BaseException) -> bool:
 @functools.lru_cache(maxsize=1)
 def jumps_leave_blocks() -> bool:
     """Whether this Python's table of exceptions omits jumps at the end of a loop inside of ``with`` (3.13 does)."""
-    code = compile("with a:\n for x in b:\n  if x: a()", "", "exec")
-    entries = getattr(dis.Bytecode(code), "exception_entries", ())
-    jumps = [i.offset for i in dis.get_instructions(code) if i.opname.startswith("POP_JUMP")]
+
+    def loop(context: Any, values: Any) -> None:
+        with context:
+            for value in values:
+                if value:
+                    value()
+
+    entries = getattr(dis.Bytecode(loop), "exception_entries", ())
+    jumps = [i.offset for i in dis.get_instructions(loop) if i.opname.startswith("POP_JUMP")]
     return bool(entries) and any(not any(e.start <= jump < e.end for e in entries) for jump in jumps)
 
 

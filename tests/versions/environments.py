@@ -36,14 +36,14 @@ MATRIX = (
     Versions("3.11", {"torch": "2.11.0"}),
     Versions("3.11", {"torch": "2.12.0"}),
     Versions("3.11", {"torch": "2.14.1"}),
-    Versions("3.10", {"torch": "2.11.0"}),
+    Versions("3.10", {"torch": "2.11.0", "transformers": "4.57.6", "megatron-core": "0.16.0"}),
     Versions("3.13", {"torch": "2.14.1"}),
     Versions("3.11", {"transformers": "5.0.0"}),
     Versions("3.11", {"transformers": "4.57.6"}),
     Versions("3.11", {"megatron-core": "0.16.0"}),
 )
 """Python 3.11 with constraints.txt is what every other command runs. Two rows are the ends of what the package claims:
-the oldest Python with the oldest torch, the newest with the newest."""
+the oldest Python with the oldest of all, the newest with the newest torch."""
 
 
 class Missing(RuntimeError):
