@@ -40,6 +40,7 @@ def apply() -> None:
     patches.apply(table.table())
     jit.unwrap()
     _after_undo.append(checkpoint.allow_side_effects())
+    checkpoint.allow_signals()
     words.when_imported("megatron.training.arguments", flags.patch_parser)
     _after_undo.append(flags.unpatch_parser)
     _after_undo.append(dynamo.capture_sizes())

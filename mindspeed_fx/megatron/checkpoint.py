@@ -4,8 +4,11 @@ plans.
 
 from __future__ import annotations
 
+import pickle
+import signal
 from typing import Any, Callable
 
+import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from mindspeed_fx.compat import dynamo
@@ -19,6 +22,13 @@ def allow_side_effects() -> Callable[[], None]:
     noise, so that skipping the side effect there, as this allows, is what is wanted.
     """
     return dynamo.allow_side_effects_under_checkpoint()
+
+
+def allow_signals() -> None:
+    """Let a checkpoint be read that holds the signal of ``--exit-signal`` by its own name, as Python 3.10 writes it:
+    Megatron-core names the class of signals alone to torch, and could not read its own checkpoints there."""
+    if b"SIGTERM" in pickle.dumps(signal.SIGTERM):
+        torch.serialization.add_safe_globals([(s, f"signal.{s.name}") for s in signal.Signals])
 
 
 def checkpoint(function: Callable, distribute_saved_activations: bool, *args: Any) -> Any:

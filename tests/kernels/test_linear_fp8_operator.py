@@ -129,11 +129,22 @@ def test_torchaos_layer_gives_the_same(recipe, name):
     torch.testing.assert_close(weight.grad, theirs[0].weight.grad, rtol=1e-4, atol=1e-4)
 
 
+def rows_are_scaled_on_cpu():
+    a, scales = torch.zeros(16, 16, dtype=torch.float8_e4m3fn), torch.ones(16, 1)
+    try:
+        torch._scaled_mm(a, a.t(), scales, scales.t())
+    except RuntimeError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recipe", ["tensor", "row"])
 @pytest.mark.parametrize("multiply", [fp8.scaled_mm, fp8.pairs])
 def test_products_of_8_bit_numbers_are_the_emulated(multiply, recipe, dtype):
     """Sums in another order, and in the type of the arguments one rounding more."""
+    if multiply is fp8.scaled_mm and recipe == "row" and not rows_are_scaled_on_cpu():
+        pytest.skip("torch._scaled_mm of this torch takes no scales of rows on cpu")
     x, weight = (3 * torch.randn(2, 40, 96)).to(dtype), torch.randn(64, 96).to(dtype)
     grad = torch.randn(2, 40, 64).to(dtype)
     x[0, 3] *= 1000

@@ -1,5 +1,7 @@
 """Megatron-core GPT: runs without CUDA, is captured whole, and trains as an independent implementation does."""
 
+import io
+import signal
 import sys
 import warnings
 
@@ -163,3 +165,11 @@ def test_a_warning_is_given_and_breaks_no_graph():
     model.compile(backend="mindspeed", fullgraph=True, options={"codegen": "eager"})
     with pytest.warns(UserWarning, match="not recomputed"):
         assert torch.equal(model(torch.ones(3)), torch.full((3,), 2.0))
+
+
+def test_a_checkpoint_with_a_signal_is_read():
+    """``args.exit_signal``, which Python 3.10 writes by another name than later ones."""
+    file = io.BytesIO()
+    torch.save({"exit_signal": signal.SIGTERM}, file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True) == {"exit_signal": signal.SIGTERM}

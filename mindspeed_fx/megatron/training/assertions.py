@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import linecache
 import re
 import traceback
@@ -28,9 +29,8 @@ def with_words(check: Callable, args: Namespace, *rest: Any, **kwargs: Any) -> A
 
 def _source(frame: traceback.FrameSummary) -> str:
     """The assertion of a frame, in one line."""
-    first = frame.lineno or 1
-    lines = [
-        linecache.getline(frame.filename, n).strip()
-        for n in range(first, (getattr(frame, "end_lineno", None) or first) + 1)
-    ]
-    return " ".join(lines).removeprefix("assert").strip(" \\")
+    line = frame.lineno or 1
+    whole = ast.parse("".join(linecache.getlines(frame.filename)))
+    found = (n for n in ast.walk(whole) if isinstance(n, ast.Assert) and n.lineno <= line <= (n.end_lineno or 0))
+    assertion = next(found, None)
+    return ast.unparse(assertion.test) if assertion else linecache.getline(frame.filename, line).strip()
