@@ -83,7 +83,30 @@ def _capture_bodies(gm: fx.GraphModule, node: fx.Node) -> dict[str, fx.GraphModu
         values = [example_value(a) if isinstance(a, fx.Node) else a for a in operands]
         if len(inputs) == len(values):
             captured[body.target] = trace(module, values)
+            if tracing.is_autograd_function(node.target):
+                _tell_results_apart(captured[body.target].graph)
     return captured
+
+
+def _tell_results_apart(graph: fx.Graph) -> None:
+    """A result that a body returns again becomes a view of itself: torch 2.11 returns what lies between, too, and of
+    one tensor in two places autograd takes the last, which has no gradient. Two results that Dynamo told apart are one
+    here where a cast between them changes nothing."""
+    output = graph.output_node()
+    seen: set[fx.Node] = set()
+
+    def apart(result: fx.Node) -> fx.Node:
+        if result not in seen or not isinstance(result.meta.get("val"), torch.Tensor):
+            seen.add(result)
+            return result
+        with graph.inserting_before(output):
+            view = graph.call_function(torch.ops.aten.alias.default, (result,))
+        view.meta = dict(result.meta)
+        return view
+
+    (results, *others) = output.args[0] if isinstance(output.args[0], (tuple, list)) else (output.args[0],)
+    if isinstance(results, (tuple, list)):
+        output.args = ((fx.map_arg(tuple(results), apart), *others),)
 
 
 class _Recorder(fx.Interpreter):

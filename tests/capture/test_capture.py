@@ -11,6 +11,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 from mindspeed_fx.capture import capture
+from mindspeed_fx.capture.trace import _tell_results_apart
 
 aten = torch.ops.aten
 graphs = []
@@ -306,3 +307,39 @@ def test_a_cast_keeps_what_else_it_was_told(cast, level):
     for f, y in ((cast, expected), (lambda x: cast(x) * 2, expected * 2)):
         found = torch.compile(f, backend="mindspeed", options={"level": level, "codegen": "eager"})(x)
         assert torch.equal(found, y) and found.stride() == y.stride()
+
+
+EAGER = {"codegen": "eager"}
+
+
+class Exponential(torch.autograd.Function):
+    """Its result is what it saves, cast to the type that it has: torch 2.11 returns both beside each other."""
+
+    @staticmethod
+    def forward(ctx, x):
+        out = x.exp().to(x.dtype)
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0]
+
+
+def test_a_result_that_is_returned_twice_has_its_gradient():
+    x = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    step = torch.compile(lambda x: (Exponential.apply(x * 1) * 2).sum(), backend="mindspeed", options=EAGER)
+    step(x).backward()
+    torch.testing.assert_close(x.grad, 2 * x.detach().exp())
+
+
+def test_results_of_a_body_are_told_apart():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(torch.ops.aten.exp.default, (x,))
+    x.meta["val"] = y.meta["val"] = torch.empty(3)
+    graph.output(((y, x, y), (y,)))
+    _tell_results_apart(graph)
+    (first, second, third), saved = graph.output_node().args[0]
+    assert (first, second, saved) == (y, x, (y,))
+    assert third.target is torch.ops.aten.alias.default and third.args == (y,)
