@@ -31,6 +31,6 @@ def _source(frame: traceback.FrameSummary) -> str:
     """The assertion of a frame, in one line."""
     line = frame.lineno or 1
     whole = ast.parse("".join(linecache.getlines(frame.filename)))
-    found = (n for n in ast.walk(whole) if isinstance(n, ast.Assert) and n.lineno <= line <= (n.end_lineno or 0))
-    assertion = next(found, None)
+    assertions = (n for n in ast.walk(whole) if isinstance(n, ast.Assert))
+    assertion = next((n for n in assertions if n.lineno <= line <= (n.end_lineno or 0)), None)
     return ast.unparse(assertion.test) if assertion else linecache.getline(frame.filename, line).strip()
