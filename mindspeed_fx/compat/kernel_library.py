@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
 import sys
 from typing import Any, Callable, Iterator, Sequence
@@ -37,7 +38,7 @@ class Kernel:
     argtypes: tuple[str, ...]
     source: str
 
-    @property
+    @functools.cached_property
     def parts(self) -> tuple[str, str] | None:
         """Its first line, an include, and the rest, in which ``kernel`` may be in a namespace; None where it defines
         more than that, as templates of matrix products do."""
