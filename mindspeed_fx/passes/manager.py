@@ -82,6 +82,7 @@ PASSES = (
     Entry("fusion.dropout_add_seeded",           "captured",    1, CLOSE, "dropout_add with a mask drawn, not stored"),
     Entry("sharding.constraint",                 "captured",    0, EXACT, "the plan's edges, on what fusion made"),
     Entry("sharding.token_dispatch",             "captured",    0, EXACT, "edges of mixtures by all-to-all"),
+    Entry("lowering.split_cat",                  "joint",       1, EXACT, "first: fewer nodes for all below to read"),
     Entry("fusion.linear_cross_entropy_backward", "joint",      1, CLOSE, "needs the backward that autograd made"),
     Entry("lowering.narrow_indices",             "joint",       1, EXACT, "before the partition, which keeps them"),
     Entry("sharding.regather",                   "joint",       0, EXACT, "marks gathers to recompute, before verify"),

@@ -64,6 +64,7 @@ SUPPORTING = (
     "lowering.repeated_layers",
     "lowering.narrow_indices",
     "lowering.shared_sums",
+    "lowering.split_cat",
     "overlap.step",
     "sharding.constraint",
     "sharding.recognize",
