@@ -125,10 +125,11 @@ class Trials:
                     now = self.way(outputs, below=self._most())
                     if now is not None and now < seconds:
                         seconds, chosen = now, outputs
-            kinds = [same for reach in self.reaches for same in alike(results[reach])]
-            ends = [self._refined(seconds, chosen)] if chosen else []
-            ends.append(self._refined(*self._added(self.plain.seconds, kinds)))
-            seconds, chosen = min(ends, key=lambda end: end[0])
+            if seconds > self._most():  # all at once brings little: fewer may bring more
+                kinds = [same for reach in self.reaches for same in alike(results[reach])]
+                seconds, chosen = min((seconds, chosen), self._added(self.plain.seconds, kinds), key=lambda end: end[0])
+            if chosen:
+                seconds, chosen = self._refined(seconds, chosen)
         if chosen:  # a quick search may find less for one of the two
             self.effort, self.within = self.sure, None
             self.plain = min(
