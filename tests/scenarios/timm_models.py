@@ -67,9 +67,7 @@ def run_timm(run: Any, name: str) -> Any:
     model = (small(name) if name in FIXED else timm.create_model(name, num_classes=6, **how)).train()
     size = how.get("img_size", 64)
     images, labels = torch.randn(4, 3, size, size), torch.arange(4)
-    if any(
-        isinstance(m, torch.nn.BatchNorm2d) for m in model.modules()
-    ):  # a ReLU's edge makes much of rounding
+    if any(isinstance(m, torch.nn.BatchNorm2d) for m in model.modules()):  # a ReLU's edge makes much of rounding
         model, images = model.double(), images.double()
     return train(run, model, (images,), lr=0.01, loss=lambda out: torch.nn.functional.cross_entropy(out, labels))
 
