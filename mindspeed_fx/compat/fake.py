@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from typing import Any, Iterator, Sequence
 from unittest import mock
 
@@ -112,6 +113,58 @@ def refresh_values(gm: fx.GraphModule) -> None:
             if new.stride() != old.stride() or new.dtype != old.dtype or node.meta.pop("fresh", False):
                 node.meta["val"] = new
                 stale.add(node)
+
+
+def take_layouts(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Give placeholders the strides of ``inputs``, and what is computed of them those that follow.
+
+    A backward is traced before its forward is compiled, which may lay out what it saves otherwise (channels last for
+    convolutions). Where a view is none of the new strides it becomes one of a copy.
+    """
+    stale: set[fx.Node] = set()
+    for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs):
+        old = node.meta.get("val")
+        if is_fake(value) and is_fake(old) and not has_symbols([old]) and value.stride() != old.stride():
+            node.meta["val"] = value
+            stale.add(node)
+    for node in list(gm.graph.nodes) if stale else ():
+        known = all("val" in a.meta for a in node.all_input_nodes) and not node.meta.get("unbacked_bindings")
+        if not known or stale.isdisjoint(node.all_input_nodes):
+            continue
+        if isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable:
+            _copy_before_view(gm.graph, node)
+        elif node.target is not operator.getitem:
+            continue
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        with fake_like(node.meta["val"]), torch.no_grad():
+            new = node.target(*args, **kwargs)
+        if _layouts(new) != _layouts(node.meta["val"]) or _storages(new) & _storages(args):
+            node.meta["val"] = new
+            stale.add(node)
+
+
+def _layouts(value: Any) -> list[tuple]:
+    return [layout_key(v) for v in pytree.tree_leaves(value)]
+
+
+def _storages(value: Any) -> set[int]:
+    return {storage_of(v) for v in pytree.tree_leaves(value) if is_fake(v) and v.layout is torch.strided}
+
+
+def _copy_before_view(graph: fx.Graph, node: fx.Node) -> None:
+    """Make ``node`` a view of a contiguous copy, where it is one that its argument's strides do not allow."""
+    if node.target not in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+        return
+    value = node.args[0].meta["val"]
+    with fake_like(value), torch.no_grad():
+        if storage_of(value.reshape(node.args[1])) == storage_of(value):
+            return
+        copy = value.clone(memory_format=torch.contiguous_format)
+    with graph.inserting_before(node):
+        how = {"memory_format": torch.contiguous_format}
+        call = graph.call_function(torch.ops.aten.clone.default, node.args[:1], how)
+    call.meta = {**node.meta, "val": copy}
+    node.args = (call, *node.args[1:])
 
 
 def has_symbols(values: Any) -> bool:

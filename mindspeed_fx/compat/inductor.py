@@ -11,7 +11,7 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 import torch
 import torch.fx as fx
 
-from mindspeed_fx.compat import graph_inputs, inductor_cache, structured_trace
+from mindspeed_fx.compat import fake, graph_inputs, inductor_cache, structured_trace
 from mindspeed_fx.errors import OptionError
 
 
@@ -112,6 +112,7 @@ def compile_with_inductor(
 
     @functools.wraps(compile_fx_inner)
     def inner_compile(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        fake.take_layouts(graph, example_inputs)
         return inner(graph, example_inputs, lower, **kwargs)
 
     patches = {**config, "custom_partitioner_fn": partitioner}

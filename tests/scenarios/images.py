@@ -13,7 +13,7 @@ from tests.scenarios.table import scenario
 WIDTHS = dict(hidden_sizes=[8, 16, 16, 32], depths=[1, 1, 1, 1])
 CLASSIFIERS: dict[str, dict[str, Any]] = {
     "vit": {},
-    "deit": {},
+    "deit": dict(architectures=["DeiTForImageClassification"]),
     "beit": dict(use_relative_position_bias=True),
     "data2vec-vision": {},
     "dinov2": dict(mlp_ratio=2),

@@ -196,6 +196,7 @@ def run_documents(run: Any, kind: str) -> Any:
         config = configs.small(
             "perceiver",
             d_model=32,
+            max_position_embeddings=12,
             d_latents=32,
             num_latents=8,
             num_self_attends_per_block=1,

@@ -139,6 +139,7 @@ def _run(request: dict[str, Any]) -> int:
     counters = torch._dynamo.utils.counters
     record |= {
         "seconds": round(time.monotonic() - started, 2),
+        "processor": round(sum(os.times()[:4]), 2),
         "graphs": counters["stats"]["unique_graphs"],
         "breaks": sum(counters["graph_break"].values()),
     }

@@ -12,6 +12,7 @@ import copy
 import json
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,54 @@ def resnet() -> tuple[torch.nn.Module, Any]:
     return torchvision.models.resnet18(num_classes=10), dict(x=torch.randn(4, 3, 112, 112))
 
 
+WIDTHS = ("hidden_size", "d_model", "n_embd", "dim", "intermediate_size", "ffn_dim", "d_ff", "hidden_dim", "vocab_size")
+"""What of a small configuration becomes four times as wide, and its heads with it where they have no width."""
+
+LANGUAGE = {
+    "CausalLM": ("causal/gpt2", "causal/bloom", "causal/gptj", "causal/gemma2", "mixture/deepseek_v3")
+    + ("state_space/mamba", "state_space/recurrent_gemma"),
+    "MaskedLM": ("masked/deberta-v2", "masked/modernbert", "masked/longformer", "masked/convbert", "masked/mobilebert")
+    + ("masked/fnet", "masked/funnel", "masked/roformer"),
+}
+IMAGES: dict[str, dict[str, Any]] = {
+    "swin_tiny_patch4_window7_224": dict(depths=(2, 2), num_heads=(3, 6)),
+    "xcit_nano_12_p16_224": dict(depth=2),
+    "levit_128s": dict(depth=(1, 1, 1)),
+    "pvt_v2_b0": dict(depths=(1, 1, 1, 1)),
+    "beit_base_patch16_224": dict(embed_dim=192, depth=2, num_heads=3),
+    "densenet121": dict(block_config=(2, 2, 2, 2)),
+    "tinynet_e": {},
+    "mobilenetv1_100": {},
+    "resnet50": {},
+    "regnetx_002": {},
+    "mobilevitv2_050": {},
+    "edgenext_xx_small": {},
+}
+
+
+def language(kind: str, task: str) -> tuple[torch.nn.Module, Any]:
+    """A language model of transformers in moderate sizes, and a step's inputs."""
+    import transformers
+
+    from tests.scenarios import configs, encoders
+
+    sizes = configs.sizes(transformers.AutoConfig.for_model(kind)) | encoders.OWN.get(kind, {})
+    wide = {name: 4 * sizes[name] for name in WIDTHS if name in sizes}
+    if "vocab_size" in wide:
+        wide["vocab_size"] = 2048
+    long = {name: 256 for name in ("max_position_embeddings", "n_positions") if name in sizes}
+    config = configs.small(kind, **encoders.OWN.get(kind, {}) | wide | long)
+    ids = torch.randint(3, 2048, (4, 128))
+    return getattr(transformers, f"AutoModelFor{task}").from_config(config), dict(input_ids=ids, labels=ids)
+
+
+def image(name: str) -> tuple[torch.nn.Module, Any]:
+    """A model of timm with few layers, and a batch of images of its size."""
+    import timm
+
+    return timm.create_model(name, num_classes=10, **IMAGES[name]), dict(x=torch.randn(4, 3, 224, 224))
+
+
 LARGER: dict[str, Callable[[], tuple[torch.nn.Module, Any]]] = {
     "peft/lora": lora,
     "transformers/masked/bert": bert,
@@ -185,6 +234,8 @@ LARGER: dict[str, Callable[[], tuple[torch.nn.Module, Any]]] = {
     "transformers/pairs/clip": clip,
     "timm/convnext_atto": convnext,
     "torchvision/resnet18": resnet,
+    **{f"transformers/{n}": partial(language, n.split("/")[1], task) for task, ns in LANGUAGE.items() for n in ns},
+    **{f"timm/{name}": partial(image, name) for name in IMAGES},
 }
 
 

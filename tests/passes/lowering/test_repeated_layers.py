@@ -273,6 +273,23 @@ def test_dropout_of_each_layer_is_its_own(dtype):
         assert (one - other).norm() <= tolerance * other.norm()
 
 
+def test_what_the_forward_lays_out_anew_is_another_layer(graphs):
+    """Convolutions save channels last what lies outside of a layer, and as it was traced what layers return."""
+    torch.manual_seed(0)
+    blocks = [m for _ in range(4) for m in (nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU6())]
+    stem = (nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU6())
+    model = nn.Sequential(*stem, *blocks, nn.Conv2d(4, 6, 3, bias=False)).double()
+    x = torch.randn(2, 3, 6, 6).double()
+    model(x).cos().sum().backward()
+    want = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        torch.compile(model, backend="mindspeed", fullgraph=True)(x).cos().sum().backward()
+    assert layers_of(next(gm for side, gm, _ in graphs if side == "backward"))
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, want[name], rtol=1e-10, atol=1e-12)
+
+
 def test_calls_that_stay_where_they_are():
     c10d = torch.ops._c10d_functional
     graph = torch.fx.Graph()
