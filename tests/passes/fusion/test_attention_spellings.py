@@ -142,3 +142,41 @@ def test_what_is_subtracted_and_trained_keeps_its_gradient_of_zeros():
     out = torch.compile(f, backend="mindspeed", fullgraph=True, options={"codegen": "eager"})(x, m)
     (gradient,) = torch.autograd.grad(out.square().sum(), [m])  # raises where nothing leads to m
     assert gradient.abs().max() < 1e-12 and (out - x.softmax(-1)).abs().max() < 1e-12
+
+
+def batch_in_one(q, k, v, pad, rest):
+    """fairseq's, ESM's: batch and heads are one dimension but where the padding is masked."""
+    one = [x.reshape(-1, *x.shape[-2:]) for x in (q, k, v)]
+    s = torch.bmm(one[0], one[1].transpose(1, 2))
+    s = rest(s)
+    s = s.view(*q.shape[:2], 6, 6).masked_fill(pad.unsqueeze(1).unsqueeze(2), float("-inf")).view(-1, 6, 6)
+    return torch.bmm(s.softmax(-1), one[2]).view(q.shape)
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        lambda s: s,
+        lambda s: s + torch.full((6, 6), float("-inf"), dtype=s.dtype).triu(1).unsqueeze(0),
+        lambda s: s + torch.linspace(0, 1, s.numel(), dtype=s.dtype).view(s.shape),
+    ],
+    ids=["padding", "causal too", "bias of each head too"],
+)
+def test_padding_of_scores_that_have_batch_and_heads_in_one(rest):
+    pad = torch.zeros(2, 6, dtype=torch.bool)
+    pad[0, -2:] = True
+    q, k, v = (torch.randn(2, 3, 6, 4, dtype=torch.double, requires_grad=True) for _ in range(3))
+    report = function_agrees(lambda *a: batch_in_one(*a, rest), q, k, v, pad)
+    assert report.counts[NAME] == 1 and not report.skipped(NAME)
+
+
+def test_padding_of_scores_that_have_batch_and_heads_apart_at_the_softmax_alone():
+    pad = torch.zeros(2, 6, dtype=torch.bool)
+    pad[0, -2:] = True
+    q, k, v = (torch.randn(2, 2, 3, 6, 4, dtype=torch.double, requires_grad=True) for _ in range(3))
+
+    def attend(q, k, v, pad):
+        s = (q @ k.mT).view(2, 6, 6, 6).masked_fill(pad[:, None, None], float("-inf"))
+        return s.view(4, 3, 6, 6).softmax(-1) @ v.reshape(4, 3, 6, 4)
+
+    assert function_agrees(attend, q, k, v, pad).counts[NAME] == 1

@@ -385,6 +385,10 @@ def _four_dimensional(gm: fx.GraphModule, before: fx.Node, m: fx.Node, where: fx
         return rewrite.insert(gm, before, aten.reshape.default, (m, [*lead, *match.value(m).shape[1:]]))
     while match.value(m).dim() < 4:
         m = rewrite.insert(gm, before, aten.unsqueeze.default, (m, 0))
+    outer, own = list(match.value(where).shape[:-2]), list(match.value(m).shape)
+    if len(outer) == 2 and outer != lead and own[:2] != [1, 1]:
+        m = rewrite.insert(gm, before, aten.expand.default, (m, [*outer, *own[2:]]))
+        m = rewrite.insert(gm, before, aten.reshape.default, (m, [*lead, *own[2:]]))
     return m
 
 
