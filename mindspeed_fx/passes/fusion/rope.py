@@ -5,8 +5,8 @@ which sign, is read off the sums that the elements are made of
 (:mod:`mindspeed_fx.passes.fusion.analysis.element_exprs`), so that the
 spelling does not matter: halves or neighbours turned by ``cat``, ``stack``, ``roll``, ``flip`` or views, the minus as a
 negation, a subtraction, a vector of signs or inside the sine's table, both parts of the pairs apart (DeepSeek reads
-neighbours and joins halves, which rotates the reordered tensor), angles given once or twice, products of complex numbers
-(of neighbours in Llama, of halves in Gemma's own code). cos and sin may be cached or made in the graph. Elements beside the rotated ones pass (partial rotary).
+neighbours and joins halves, which rotates the reordered tensor), angles given once or twice, products of complex
+numbers (of neighbours in Llama, of halves in Gemma's own code). cos and sin may be cached or made in the graph. Elements beside the rotated ones pass (partial rotary).
 Exact algebra: any two sums over the same pairs are what the operator computes, with the signs moved into its tables.
 """
 
