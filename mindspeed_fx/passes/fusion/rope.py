@@ -6,8 +6,9 @@ which sign, is read off the sums that the elements are made of
 spelling does not matter: halves or neighbours turned by ``cat``, ``stack``, ``roll``, ``flip`` or views, the minus as a
 negation, a subtraction, a vector of signs or inside the sine's table, both parts of the pairs apart (DeepSeek reads
 neighbours and joins halves, which rotates the reordered tensor), angles given once or twice, products of complex
-numbers (of neighbours in Llama, of halves in Gemma's own code). cos and sin may be cached or made in the graph. Elements beside the rotated ones pass (partial rotary).
-Exact algebra: any two sums over the same pairs are what the operator computes, with the signs moved into its tables.
+numbers (of neighbours in Llama, of halves in Gemma's own code). cos and sin may be cached or made in the graph.
+Elements beside the rotated ones pass (partial rotary). Exact algebra: any two sums over the same pairs are what the
+operator computes, with the signs moved into its tables.
 """
 
 from __future__ import annotations

@@ -26,7 +26,9 @@ TERMS, FACTORS = 2, 4
 """Of a sum and of a product that is read."""
 
 SPLITS = ("none", "pairs", "any")
-"""Which views that cut a dimension in two are looked through. Pairs first: what is cut into heads is read head by head."""
+"""Which views that cut a dimension in two are looked through. Pairs come first: what is cut into heads is read head by
+head.
+"""
 
 Factor = tuple[int, int]
 """(tensor, lane of its last dimensions)"""
