@@ -267,7 +267,10 @@ def _emit_dropout(
     what = f"dropout of {p} on the attention weights"
     rows, keys = q.shape[2], k.shape[2]
     if m is not None or not causal or scores.sinks is not None:
-        raise Miss(f"{what}: the kernel takes causal masks, windows and soft-caps only")
+        why = "with sinks" if scores.sinks is not None else "of an attention that is not causal"
+        if m is not None:
+            why = "with a mask that is not known while compiling to be causal or a window (what a buffer holds is not)"
+        raise Miss(f"{what} {why}: the kernel takes causal masks, windows and soft-caps only")
     if not all(isinstance(n, int) for n in (*q.shape, rows, keys)) or rows != keys:
         raise Miss(f"{what}: the kernel takes equal and fixed sequence lengths of queries and keys only")
     if rows < least:
