@@ -2,8 +2,8 @@
 
 * in-place and ``out=`` operators on a fresh intermediate become functional; the ones that touch an input, a view or
   a value across a change of grad mode stay, and :func:`annotate` marks what they touch, so that no pass reads it late
-* casts (``float``, ``type_as``, ``to(other)`` ...) become ``aten.to.dtype``; casts, dropouts and expands that do
-  nothing disappear
+* casts (``float``, ``type_as``, ``to(other)`` ...) become ``aten.to.dtype``; casts, dropouts, expands and slices
+  that do nothing disappear
 * ``square(x)``, ``x * x`` and ``x ** 2`` become ``pow(x, 2)``
 * ``chunk``, ``split``, ``tensor_split`` become ``split_with_sizes``
 * ``cat`` loses the empty vectors that it takes beside tensors of more dimensions, as caches of keys begin with one;
@@ -182,6 +182,14 @@ def _bypass_if_alias(node: fx.Node) -> None:
         _bypass(node, source, same_object=node.target is aten.contiguous.default)
 
 
+def _slice(node: fx.Node) -> None:
+    """A slice of everything, which only a symbolic size leaves in a graph (``x[:, 1]``); sizes are compared as text, so
+    that no guard comes of it.
+    """
+    if str(node.meta["val"].shape) == str(node.args[0].meta["val"].shape):
+        _bypass_if_alias(node)
+
+
 def _dropout(node: fx.Node) -> None:
     p, training = node.args[1], node.args[2]
     if (p == 0 or not training) and not node.meta["mutated"] and not node.args[0].meta["mutated"]:
@@ -257,6 +265,7 @@ _SPELLINGS: dict[Any, Callable[[fx.Node], None]] = {
         ),
         _split,
     ),
+    aten.slice.Tensor: _slice,
     aten.cat.default: _concatenate,
     aten.dropout.default: _dropout,
     aten.mul.Tensor: _square,

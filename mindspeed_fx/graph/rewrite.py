@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -40,26 +41,44 @@ def build(x: Any) -> Any:
 
 def _size_node(gm: fx.GraphModule, before: fx.Node, size: torch.SymInt) -> fx.Node | int:
     """A node that holds a symbolic size: a graph cannot hold the symbol itself."""
-    if size.node.expr.is_number:
-        return int(size)
+    node = _expression_node(gm, before, size.node.expr)
+    if node is None:
+        raise RuntimeError(f"no value before {before.name} has the size {size}")
+    return node
+
+
+def _expression_node(gm: fx.GraphModule, before: fx.Node, expr: Any) -> fx.Node | int | None:
+    """``expr`` as a number, as the size of a value, or as a sum or product of such."""
+    if expr.is_number:
+        return int(expr)
     for n in gm.graph.nodes:
         if n is before:
             break
         val = n.meta.get("val")
-        if isinstance(val, torch.SymInt) and val.node.expr == size.node.expr:
+        if isinstance(val, torch.SymInt) and val.node.expr == expr:
             return n
         for dim, length in enumerate(val.shape if isinstance(val, torch.Tensor) else ()):
-            if isinstance(length, torch.SymInt) and length.node.expr == size.node.expr:
-                with gm.graph.inserting_before(before):
-                    new = gm.graph.call_function(aten.sym_size.int, (n, dim))
-                new.meta = {
-                    "val": length,
-                    "mutated": False,
-                    "needs_grad": False,
-                    "grad_enabled": before.meta.get("grad_enabled", True),
-                }
-                return new
-    raise RuntimeError(f"no value before {before.name} has the size {size}")
+            if isinstance(length, torch.SymInt) and length.node.expr == expr:
+                return _number_node(gm, before, aten.sym_size.int, (n, dim), length)
+    if not (expr.is_Mul or expr.is_Add):
+        return None
+    function = operator.mul if expr.is_Mul else operator.add
+    parts = [_expression_node(gm, before, x) for x in expr.args]
+    if any(part is None for part in parts):
+        return None
+    result = parts[0]
+    for part in parts[1:]:
+        val = function(*(x.meta["val"] if isinstance(x, fx.Node) else x for x in (result, part)))
+        result = _number_node(gm, before, function, (result, part), val)
+    return result
+
+
+def _number_node(gm: fx.GraphModule, before: fx.Node, target: Any, args: tuple, val: Any) -> fx.Node:
+    with gm.graph.inserting_before(before):
+        new = gm.graph.call_function(target, args)
+    grad_enabled = before.meta.get("grad_enabled", True)
+    new.meta = {"val": val, "mutated": False, "needs_grad": False, "grad_enabled": grad_enabled}
+    return new
 
 
 def replace(gm: fx.GraphModule, old: fx.Node, new: fx.Node) -> str | None:

@@ -17,7 +17,7 @@ from typing import Any, Callable
 import torch
 import torch.fx as fx
 
-from mindspeed_fx.compat import bisector, fake, fx_graph, tracing
+from mindspeed_fx.compat import bisector, fake, fx_graph, symbols, tracing
 from mindspeed_fx.errors import OptionError, nearest
 from mindspeed_fx.graph.annotate import bodies, holds_graphs
 from mindspeed_fx.graph.recompile import defer_recompile
@@ -236,6 +236,16 @@ def _layout(value: Any) -> str:
     return str((tuple(value.shape), value.dtype, fake.layout(value)))
 
 
+def _same_layout(a: Any, b: Any) -> bool:
+    """Whether two tensors lie alike where their sizes are other expressions of the same numbers."""
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return False
+    if a.dtype != b.dtype or a.dim() != b.dim():
+        return False
+    strides = [(x, y) for n, x, y in zip(a.shape, a.stride(), b.stride()) if not (isinstance(n, int) and n <= 1)]
+    return all(symbols.same_size(x, y) for x, y in (*zip(a.shape, b.shape), *strides))
+
+
 def _validate(what: str, gm: fx.GraphModule, outputs: list[Any]) -> None:
     try:
         gm.graph.lint()
@@ -251,8 +261,9 @@ def _validate(what: str, gm: fx.GraphModule, outputs: list[Any]) -> None:
         ):
             raise PassError(f"{what} left node {node.name} ({node.target}) without a fake value")
     after = _outputs(gm)
-    for i, (old, new) in enumerate(zip(map(_layout, outputs), map(_layout, after))):
-        if old != new:
+    for i, (x, y) in enumerate(zip(outputs, after)):
+        old, new = _layout(x), _layout(y)
+        if old != new and not _same_layout(x, y):
             raise PassError(f"{what} changed output {i} of the graph from {old} to {new} (shape, dtype, strides)")
     if len(outputs) != len(after):
         raise PassError(f"{what} changed the number of outputs from {len(outputs)} to {len(after)}")

@@ -109,7 +109,7 @@ def _with_loops(cls: type, lists: tuple[str, ...]) -> type | None:
     methods = {}
     for name in dir(cls):
         own = inspect.getattr_static(cls, name)
-        is_own = isinstance(own, types.FunctionType) and not own.__module__.startswith("torch.")
+        is_own = isinstance(own, types.FunctionType) and not (own.__module__ or "").startswith("torch.")
         if is_own and (copy := _copy_of(own, lists)) is not None:
             methods[name] = _either(own, copy)
     if not methods:

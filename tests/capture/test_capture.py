@@ -343,3 +343,25 @@ def test_results_of_a_body_are_told_apart():
     (first, second, third), saved = graph.output_node().args[0]
     assert (first, second, saved) == (y, x, (y,))
     assert third.target is torch.ops.aten.alias.default and third.args == (y,)
+
+
+def test_a_slice_of_everything_leaves_no_node_where_sizes_are_symbols():
+    def f(x):
+        y = x.relu()
+        return y[:, 1] + y[:, :, 0], y[:], x[:]
+
+    x = torch.randn(3, 4, 4)
+    torch._dynamo.mark_dynamic(x, 0)
+    gm = graph_of(f, x)
+    assert targets(gm).count(aten.slice.Tensor) == 1  # of the input, which is returned
+    torch._dynamo.reset()
+    compiled = torch.compile(f, backend=captured_backend, dynamic=True)
+    graphs.clear()
+    for rows in (3, 5, 7):
+        x = torch.randn(rows, 4, 4)
+        for a, b in zip(compiled(x), f(x), strict=True):
+            assert torch.equal(a, b)
+        first = compiled(x)[2]
+        first.zero_()
+        assert not x.any()
+    assert len(graphs) == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+
 import pytest
 import torch
 
@@ -78,6 +80,25 @@ def test_lists_that_are_no_experts():
     assert all(".mlp.experts." in name for name in listed_parameters(model))
     with pytest.raises(ShardingError, match='plan "ep" found no experts'):
         named_plan("ep", torch.nn.Sequential(torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(2)])))
+
+
+def test_lists_of_modules_in_a_class_of_no_module():
+    """Code that was run from a text, as notebooks and configurations do, may belong to no module."""
+    text = """
+class Stack(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+"""
+    names = {"torch": torch, "__builtins__": {**vars(builtins), "__name__": None}}
+    exec(text, names)
+    model = names["Stack"]()
+    assert type(model).forward.__module__ is None and not listed_parameters(model)
 
 
 @pytest.mark.parametrize("spelling, says", [

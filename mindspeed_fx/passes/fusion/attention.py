@@ -124,8 +124,7 @@ def _from_softmax(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Nod
     if cleared is not None and not any(_drops(kind, m, cleared) for kind, m, _ in scores.masks):
         raise Miss("the attention weights are set to zero elsewhere than where the scores are masked")
     build(scores)
-    lead = list(match.value(node).shape[:-2]) or [1]
-    lead = [*lead, 1] if len(lead) == 1 else [lead[0], math.prod(lead[1:])]
+    lead = _lead(node, scores)
 
     def whole(x: fx.Node) -> fx.Node:
         shape = [*lead, *match.value(x).shape[-2:]]
@@ -153,6 +152,16 @@ def _from_softmax(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Nod
     if all(grouped) and match.value(grouped[0]).shape[1] == match.value(grouped[1]).shape[1]:
         k, v = map(rewrite.build, grouped)
     return root, emit(gm, root, scores, q, k, v)
+
+
+def _lead(node: fx.Node, scores: Scores) -> list[Any]:
+    """[batch, heads] of the softmax ``node``; where it has the two in one dimension, as a mask's place tells them apart
+    (fairseq views the scores as [batch, heads, ...] for the padding alone)."""
+    lead = list(match.value(node).shape[:-2]) or [1]
+    if len(lead) > 1:
+        return [lead[0], math.prod(lead[1:])]
+    places = [list(match.value(where).shape[:-2]) for _, _, where in scores.masks]
+    return next((apart for apart in places if len(apart) == 2), [*lead, 1])
 
 
 def _shared(lead: list, k: list, v: list) -> Any:
@@ -229,8 +238,9 @@ def _weighted_sum(
                     "dropout on the attention weights from a stream of Megatron's tracker, whose numbers no kernel "
                     "draws"
                 )
-            if any(match.is_call(u, aten.einsum.default) for u in users) and culprit(node.args[0]):
-                raise Miss("the product with v is an einsum that is no product of matrices")
+            equation = next((einsum.described(u, n) for u in users if match.is_call(u, aten.einsum.default)), None)
+            if equation and culprit(node.args[0]):
+                raise Miss(equation)
             if (changes := _changes(users, n)) and culprit(node.args[0]):
                 raise Miss(changes)
             return None, None, [], False, None, None

@@ -5,9 +5,10 @@ which sign, is read off the sums that the elements are made of
 (:mod:`mindspeed_fx.passes.fusion.analysis.element_exprs`), so that the
 spelling does not matter: halves or neighbours turned by ``cat``, ``stack``, ``roll``, ``flip`` or views, the minus as a
 negation, a subtraction, a vector of signs or inside the sine's table, both parts of the pairs apart (DeepSeek reads
-neighbours and joins halves, which rotates the reordered tensor), angles given once or twice. Complex products are read
-as they are. cos and sin may be cached or made in the graph. Elements beside the rotated ones pass (partial rotary).
-Exact algebra: any two sums over the same pairs are what the operator computes, with the signs moved into its tables.
+neighbours and joins halves, which rotates the reordered tensor), angles given once or twice, products of complex
+numbers (of neighbours in Llama, of halves in Gemma's own code). cos and sin may be cached or made in the graph.
+Elements beside the rotated ones pass (partial rotary). Exact algebra: any two sums over the same pairs are what the
+operator computes, with the signs moved into its tables.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import torch.fx as fx
 
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
+from mindspeed_fx.graph.new_call import NewCall
 from mindspeed_fx.passes.base import Context, Miss, Outcome, PassReport, calls, register, rewrite_each, site, skip
-from mindspeed_fx.passes.fusion.analysis.element_exprs import ElementExprs, Sum, TooWide
+from mindspeed_fx.passes.fusion.analysis.element_exprs import SPLITS, ElementExprs, Sum, TooWide
 from mindspeed_fx.passes.fusion.emit.element_exprs import build
 
 NAME, OPERATOR = "fusion.rope", "mindspeed::rope"
@@ -50,6 +52,7 @@ BETWEEN = (
     aten.contiguous.default,
     aten.unsqueeze.default,
     aten.transpose.int,
+    aten.split_with_sizes.default,
     *match.RESHAPES,
 )
 
@@ -97,13 +100,9 @@ def _rewrite_rotation(gm: fx.GraphModule, node: fx.Node, apart: dict[fx.Node, fx
     """Rewrites ``node`` where it is a rotation and returns what it replaces; None where it is none."""
     if not match.is_float(node):
         return None
-    real = match.uncast(node.args[0]) if match.is_call(node, *match.RESHAPES) else None
-    if match.is_call(real, aten.view_as_real.default) and match.value(real).dim() == match.value(node).dim() + 1:
-        result = _complex(gm, node, real)
-        return result and _rewrite(gm, node, *result)
     if not _may_rotate(node):
         return None
-    for split in (False, True):
+    for split in SPLITS:
         try:
             exprs = ElementExprs(node, split)
         except TooWide:
@@ -120,6 +119,9 @@ def _may_rotate(node: fx.Node, depth: int = 8) -> bool:
 
     def look(n: Any, depth: int) -> None:
         if not depth or not isinstance(n, fx.Node) or n.op != "call_function":
+            return
+        if n.target is aten.view_as_real.default:
+            seen.update(KINDS)
             return
         kinds = [kind for kind, targets in KINDS.items() if n.target in targets]
         seen.update(kinds)
@@ -144,8 +146,13 @@ def _rotation(exprs: ElementExprs, apart: dict[fx.Node, fx.Node]) -> Rotation | 
         return None
     sums = sums[low:high]
     tensors = [t for t in range(len(exprs.tensors)) if all(_degree(term, t) == 1 for s in sums for term in s)]
-    # A product is symmetric in what turns and what is turned: the one with more elements is turned.
-    tensors.sort(key=lambda t: (-match.value(exprs.tensors[t][0]).dim(), not exprs.tensors[t][0].meta["needs_grad"], t))
+
+    def order(t: int) -> tuple:
+        """A product is symmetric in what turns and what is turned: the one with more elements is turned."""
+        n, _ = exprs.tensors[t]
+        return isinstance(n, NewCall), -match.value(n).dim(), not n.meta["needs_grad"], t
+
+    tensors.sort(key=order)
     for tensor in tensors:
         pairs = [tuple(_lane(term, tensor) for term in s) for s in sums]
         known = sorted({lane for pair in pairs for lane in pair})
@@ -173,7 +180,7 @@ def _rotation(exprs: ElementExprs, apart: dict[fx.Node, fx.Node]) -> Rotation | 
                 f"element {min(a, b)} of each head turns with element {max(a, b)}: pairs are halves or neighbours, in "
                 "the order that they have or the other's"
             )
-    if exprs.split:  # the last try
+    if exprs.split == SPLITS[-1]:  # the last try
         _complain(exprs, sums)
     return None
 
@@ -258,7 +265,7 @@ def _rewrite_lanes(gm: fx.GraphModule, exprs: ElementExprs, rotation: Rotation) 
     ]
     turned, _ = exprs.tensors[rotation.tensor]
     region = [n for n in region if n is not turned and not exprs.is_leaf(n)]
-    inputs = [n for n, _ in exprs.tensors]
+    inputs = [a for n, _ in exprs.tensors for a in (n.all_input_nodes if isinstance(n, NewCall) else [n])]
     if reason := match.unsafe(region, inputs):
         raise Miss(reason)
     x = build(exprs, gm, root, rotation.x)
@@ -301,42 +308,3 @@ def _operator(gm: fx.GraphModule, root: fx.Node, x: fx.Node, cos: fx.Node, sin: 
         a if match.value(a).dtype == wide else rewrite.insert(gm, root, aten.to.dtype, (a, wide)) for a in (cos, sin)
     )
     return rewrite.insert(gm, root, torch.ops.mindspeed.rope.default, (x, cos, sin, interleaved))
-
-
-def _rewrite(
-    gm: fx.GraphModule, root: fx.Node, x: fx.Node, cos: fx.Node, sin: fx.Node, interleaved: bool, region: list[fx.Node]
-) -> list[fx.Node]:
-    if reason := match.unsafe(region, [x, cos, sin]):
-        raise Miss(reason)
-    if reason := rewrite.substitute(gm, root, _operator(gm, root, x, cos, sin, interleaved)):
-        raise Miss(reason)
-    return region
-
-
-# --------------------------------------------------------------------------- complex products
-
-
-def _complex(gm: fx.GraphModule, node: fx.Node, real: fx.Node):
-    """(x, cos, sin, interleaved, region) for view_as_real(view_as_complex(pairs of x) * (cos + i sin)), flattened."""
-    for turned, angles in match.operands(real.args[0], aten.mul.Tensor):
-        if not match.is_call(turned, aten.view_as_complex.default) or not isinstance(angles, fx.Node):
-            continue
-        pairs = match.uncast(turned.args[0])
-        x = match.uncast(pairs.args[0]) if match.is_call(pairs, *match.RESHAPES) else None
-        if x is None or match.value(x).shape != match.value(node).shape or not match.value(angles).is_complex():
-            continue
-        region = [node, real, real.args[0], turned, pairs]
-        if angles.meta["needs_grad"]:
-            raise Miss("the complex angles need a gradient, which the operator does not give")
-        if reason := match.unsafe(region, [x, angles]):
-            raise Miss(reason)
-        both = rewrite.insert(gm, node, aten.view_as_real.default, (angles,))
-        cos, sin = (_twice(gm, node, rewrite.insert(gm, node, aten.select.int, (both, -1, i))) for i in (0, 1))
-        return x, cos, sin, True, region
-    return None
-
-
-def _twice(gm: fx.GraphModule, before: fx.Node, angle: fx.Node) -> fx.Node:
-    """[..., d] as [..., 2 d], every element twice in a row."""
-    stacked = rewrite.insert(gm, before, aten.stack.default, ([angle, angle], -1))
-    return rewrite.insert(gm, before, aten.flatten.using_ints, (stacked, -2, -1))

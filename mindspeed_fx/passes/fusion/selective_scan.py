@@ -40,9 +40,10 @@ def _rewrite(gm: fx.GraphModule, node: fx.Node, known: dict, target: str) -> Out
     rows = (rule.u, rule.dt, rule.a, rule.b, rule.c)
     if reason := match.unsafe(rule.region, [*rows, rule.d, rule.z, rule.bias, rule.state]):
         return reason
-    arguments = (*(rewrite.build(x) for x in rows), rule.d, rule.z, rule.bias, rule.state, rule.softplus)
+    arguments = (*(rewrite.build(x) for x in rows), rule.d, rewrite.build(rule.z), rule.bias, rule.state, rule.softplus)
     both = rewrite.insert(gm, rule.first, torch.ops.mindspeed.selective_scan.default, arguments)
     out = rewrite.insert(gm, rule.first, operator.getitem, (both, 0))
+    out = rewrite.insert(gm, rule.first, aten.transpose.int, (out, 1, 2)) if rule.turned else out
     outcome = site(OPERATOR, node, rule.region)
     if reason := rewrite.substitute(gm, rule.out, out):
         raise Miss(reason)

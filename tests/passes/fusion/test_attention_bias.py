@@ -132,3 +132,32 @@ def test_scores_times_another_tensor_say_why(mask, reason):
     f = gpt if mask is None else lambda q, k, v: gpt(q, k, v, mask())
     report = function_agrees(f, *qkv(2, 4), *([torch.ones(6, 6, dtype=torch.double).tril()] if mask is None else []))
     assert report.counts[NAME] == 0 and reason in report.skipped(NAME)[0].reason
+
+
+@pytest.mark.parametrize("order", ["sum of both", "one by one", "the scores last"])
+def test_biases_of_height_and_width_that_are_added_in_space(order):
+    """SAM's and ViTDet's: the scores are viewed as [..., height, width, height, width] and back."""
+
+    def attend(q, k, v, rows, columns):
+        s = ((q * 0.5) @ k.transpose(-2, -1)).view(3, 2, 3, 2, 3)
+        rows, columns = rows[..., :, None], columns[..., None, :]
+        if order == "sum of both":
+            s = s + rows + columns
+        elif order == "one by one":
+            s = s + rows
+            s = s + columns
+        else:
+            s = columns + (rows + s)
+        return s.view(3, 6, 6).softmax(-1) @ v
+
+    q, k, v = (double(3, 6, 4) for _ in range(3))
+    report = function_agrees(attend, q, k, v, double(3, 2, 3, 2), double(3, 2, 3, 3))
+    assert report.counts[NAME] == 1 and not report.skipped(NAME)
+
+
+def test_scores_that_are_viewed_otherwise_when_something_is_added_are_left():
+    def attend(q, k, v, b):
+        return ((q @ k.transpose(-2, -1)).view(3, 2, 3, 6).transpose(1, 2).reshape(3, 6, 6) + b).softmax(-1) @ v
+
+    report = function_agrees(attend, *(double(3, 6, 4) for _ in range(3)), double(3, 6, 6))
+    assert report.counts[NAME] == 0

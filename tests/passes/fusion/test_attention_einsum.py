@@ -39,8 +39,15 @@ def test_products_spelled_as_einsum(name):
 
 
 def test_an_einsum_that_is_no_product_of_matrices_says_why():
-    def f(q, k, v):
+    def summed(q, k, v):
         return torch.einsum("bnij,bnjd->bn", (q @ k.mT).softmax(-1), v)  # everything is summed
 
-    report = function_agrees(f, *(double(2, 4, 6, 8) for _ in range(3)))
-    assert report.counts[NAME] == 0 and "no product of matrices" in report.skipped(NAME)[0].reason
+    def talking(q, k, v, mix):
+        return torch.einsum("bnij,nm->bmij", (q @ k.mT).softmax(-1), mix) @ v
+
+    for f, extra, words in (
+        (summed, (), 'einsum("bnij,bnjd->bn"); a product of matrices'),
+        (talking, (double(4, 4),), 'the attention weights are mixed by einsum("bnij,nm->bmij")'),
+    ):
+        report = function_agrees(f, *(double(2, 4, 6, 8) for _ in range(3)), *extra)
+        assert report.counts[NAME] == 0 and words in report.skipped(NAME)[0].reason

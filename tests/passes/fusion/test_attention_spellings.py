@@ -6,6 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mindspeed_fx.compat import dynamo
+from mindspeed_fx.planning.explain import Report
+from mindspeed_fx.report import recorder
 from tests.models import explain, function_agrees
 
 NAME, LATER = "fusion.attention", torch.ones(6, 6, dtype=torch.bool).triu(1)
@@ -142,3 +145,74 @@ def test_what_is_subtracted_and_trained_keeps_its_gradient_of_zeros():
     out = torch.compile(f, backend="mindspeed", fullgraph=True, options={"codegen": "eager"})(x, m)
     (gradient,) = torch.autograd.grad(out.square().sum(), [m])  # raises where nothing leads to m
     assert gradient.abs().max() < 1e-12 and (out - x.softmax(-1)).abs().max() < 1e-12
+
+
+def batch_in_one(q, k, v, pad, rest):
+    """fairseq's, ESM's: batch and heads are one dimension but where the padding is masked."""
+    one = [x.reshape(-1, *x.shape[-2:]) for x in (q, k, v)]
+    s = torch.bmm(one[0], one[1].transpose(1, 2))
+    s = rest(s)
+    s = s.view(*q.shape[:2], 6, 6).masked_fill(pad.unsqueeze(1).unsqueeze(2), float("-inf")).view(-1, 6, 6)
+    return torch.bmm(s.softmax(-1), one[2]).view(q.shape)
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        lambda s: s,
+        lambda s: s + torch.full((6, 6), float("-inf"), dtype=s.dtype).triu(1).unsqueeze(0),
+        lambda s: s + torch.linspace(0, 1, s.numel(), dtype=s.dtype).view(s.shape),
+    ],
+    ids=["padding", "causal too", "bias of each head too"],
+)
+def test_padding_of_scores_that_have_batch_and_heads_in_one(rest):
+    pad = torch.zeros(2, 6, dtype=torch.bool)
+    pad[0, -2:] = True
+    q, k, v = (torch.randn(2, 3, 6, 4, dtype=torch.double, requires_grad=True) for _ in range(3))
+    report = function_agrees(lambda *a: batch_in_one(*a, rest), q, k, v, pad)
+    assert report.counts[NAME] == 1 and not report.skipped(NAME)
+
+
+def test_padding_of_scores_that_have_batch_and_heads_apart_at_the_softmax_alone():
+    pad = torch.zeros(2, 6, dtype=torch.bool)
+    pad[0, -2:] = True
+    q, k, v = (torch.randn(2, 2, 3, 6, 4, dtype=torch.double, requires_grad=True) for _ in range(3))
+
+    def attend(q, k, v, pad):
+        s = (q @ k.mT).view(2, 6, 6, 6).masked_fill(pad[:, None, None], float("-inf"))
+        return s.view(4, 3, 6, 6).softmax(-1) @ v.reshape(4, 3, 6, 4)
+
+    assert function_agrees(attend, q, k, v, pad).counts[NAME] == 1
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one for all heads", "one for each head"])
+def test_masks_of_windows(shared):
+    """Swin's: batch and windows are one dimension but where the mask of each window is added."""
+    mask = torch.zeros(3, 1 if shared else 2, 6, 6, dtype=torch.double)
+    mask[1, ..., :2] = -100.0
+    bias = torch.randn(2, 6, 6, dtype=torch.double)
+    q, k, v = (torch.randn(6, 2, 6, 4, dtype=torch.double, requires_grad=True) for _ in range(3))
+
+    def attend(q, k, v, bias, mask):
+        s = q @ k.transpose(-2, -1) + bias.unsqueeze(0)
+        s = s.view(2, 3, 2, 6, 6) + mask.unsqueeze(0)
+        return s.view(-1, 2, 6, 6).softmax(-1) @ v
+
+    report = function_agrees(attend, q, k, v, bias, mask)
+    assert report.counts[NAME] == 1 and not report.skipped(NAME)
+
+
+def test_heads_of_five_dimensions_where_two_sizes_are_symbols():
+    """Rows of an alignment (OpenFold): batch and rows times heads is the size of nothing in the graph."""
+
+    def attend(q, k, v, mask):
+        return (q @ k.transpose(-2, -1) + mask).softmax(-1) @ v
+
+    compiled = torch.compile(attend, backend="mindspeed", options={"codegen": "eager"}, dynamic=True)
+    with recorder.collecting() as graphs, dynamo.recompiling():
+        for rows, seq in ((3, 6), (4, 7)):
+            q, k, v = (torch.randn(2, rows, 2, seq, 4, dtype=torch.double) for _ in range(3))
+            mask = torch.zeros(2, rows, 1, 1, seq, dtype=torch.double)
+            mask[0, ..., -2:] = -1e9
+            torch.testing.assert_close(compiled(q, k, v, mask), attend(q, k, v, mask))
+    assert len(graphs) == 1 and Report(list(graphs), []).counts[NAME] == 1

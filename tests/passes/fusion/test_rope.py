@@ -51,11 +51,28 @@ def complex_product(x, cos, sin):
     return torch.view_as_real(turned).flatten(-2)
 
 
+def complex_halves(x, cos, sin):
+    """Gemma's own code, on heads that lie after the tokens."""
+    _, _, c, s = every_other(x, cos.detach(), sin.detach())
+    pairs = torch.stack(torch.chunk(x, 2, dim=-1), dim=-1)
+    turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.complex(c, s)).type_as(x)
+    turned = torch.cat(torch.chunk(turned, 2, dim=-1), dim=-2)
+    return turned.reshape(turned.shape[0], turned.shape[1], turned.shape[2], -1).transpose(1, 2)
+
+
+def complex_partial(x, cos, sin):
+    _, _, c, s = every_other(x, cos.detach(), sin.detach())
+    turned = torch.view_as_complex(x[..., :8].unflatten(-1, (-1, 2))) * torch.complex(c, s)
+    return torch.cat((torch.view_as_real(turned).flatten(-2), x[..., 8:]), -1)
+
+
 FORMS = {
     "half, backwards": lambda x, c, s: x * c + torch.cat((x.chunk(2, -1)[1], -x.chunk(2, -1)[0]), -1) * s,
     "reordered": reordered,
     "stacked": stacked,
     "complex": complex_product,
+    "complex, halves": complex_halves,
+    "complex, partial": complex_partial,
     "half, slices": lambda x, c, s: x * c + half_slices(x) * s,
     "half, chunk": lambda x, c, s: (half_chunk(x) * s) + (c * x),
     "interleaved": lambda x, c, s: x * c + interleaved(x) * s,
@@ -69,8 +86,27 @@ FORMS = {
 @pytest.mark.parametrize("angles", ["constant", "trained"])
 @pytest.mark.parametrize("name", FORMS)
 def test_every_form(name, angles):
-    x = double(2, 3, 3, 12 if name == "partial" else 8)
+    x = double(2, 3, 3, 12 if "partial" in name else 8)
     report = function_agrees(FORMS[name], x, *(double(3, 8, grad=angles == "trained") for _ in range(2)))
+    assert report.counts[NAME] == 1 and not report.skipped(NAME)
+
+
+@pytest.mark.parametrize(
+    "angles",
+    [
+        lambda c, s: torch.complex(c, s).conj(),
+        lambda c, s: torch.polar(c.abs(), s),
+        lambda c, s: torch.view_as_complex(torch.stack((c, s), -1)),
+        lambda c, s: torch.complex(c, s).unsqueeze(0).unsqueeze(0),
+    ],
+    ids=["conjugate", "polar", "pairs", "unsqueezed"],
+)
+def test_complex_angles_made_in_the_graph_and_trained(angles):
+    def turn(x, c, s):
+        turned = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) * angles(c, s)
+        return torch.view_as_real(turned).flatten(-2)
+
+    report = function_agrees(turn, double(2, 3, 5, 8), double(5, 4), double(5, 4))
     assert report.counts[NAME] == 1 and not report.skipped(NAME)
 
 
@@ -96,6 +132,26 @@ def test_other_orders_and_signs_are_what_the_operator_computes(other):
         ).counts[NAME]
         == 1
     )
+
+
+def real_product(x, cos, sin):
+    """torchtune's: pairs are the last dimension of a view."""
+    pairs, (_, _, c, s) = x.reshape(*x.shape[:-1], -1, 2), every_other(x, cos, sin)
+    turned = torch.stack((pairs[..., 0] * c - pairs[..., 1] * s, pairs[..., 1] * c + pairs[..., 0] * s), -1)
+    return turned.flatten(-2)
+
+
+@pytest.mark.parametrize("heads", [2, 3, 8])
+@pytest.mark.parametrize("form", [complex_product, real_product])
+def test_pairs_of_heads_that_are_views_of_a_narrow_projection(form, heads):
+    report = function_agrees(
+        lambda x, w, c, s: form((x @ w).view(2, 3, heads, 8), c, s),
+        double(2, 3, 4),
+        double(4, heads * 8),
+        double(3, 1, 8),
+        double(3, 1, 8),
+    )
+    assert report.counts[NAME] == 1 and not report.skipped(NAME)
 
 
 def test_bfloat16():

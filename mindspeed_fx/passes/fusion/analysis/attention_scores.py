@@ -163,6 +163,8 @@ def _product(n: Any, depth: int = 20) -> Scores | None:
         match.is_call(n, *match.RESHAPES) and match.value(n).shape[-2:] == match.value(n.args[0]).shape[-2:]
     ):
         return _extend(_product(n.args[0], depth - 1), n)
+    if match.is_call(n, *match.RESHAPES):
+        return _match_added_in_space(n, depth)
     if match.is_call(n, aten.masked_fill.Scalar, aten.masked_fill.Tensor) and mask.blocks(n.args[2]):
         return _extend(_product(n.args[0], depth - 1), n, ("drop", n.args[1]))
     if match.is_call(n, aten.where.self, aten.where.ScalarOther) and mask.blocks(n.args[2]):
@@ -199,6 +201,37 @@ def _match_transpose(scores: Scores | None, n: fx.Node) -> Scores | None:
         return None
     scores.q, scores.k_transposed = (NewCall(n, aten.transpose.int, x, -2, -1) for x in (scores.k_transposed, scores.q))
     return scores
+
+
+def _match_added_in_space(n: fx.Node, depth: int) -> Scores | None:
+    """Scores that are viewed with the height and width of queries and keys while something is added, [..., height,
+    width, height, width], and back (SAM, ViTDet): as added to the scores as they were.
+    """
+    shape, added, region, x = list(match.value(n).shape), [], [n], n.args[0]
+    while not match.is_call(x, *match.RESHAPES):
+        pair = next((p for p in match.operands(x, *match.ADD) if _leads_to_view(p[0], shape)), None)
+        if pair is None or not match.is_float(pair[1]):
+            return None
+        region.append(x)
+        x, other = pair
+        added.append(other)
+    if list(match.value(x.args[0]).shape) != shape:
+        return None
+    scores = _product(x.args[0], depth - 1)
+    if scores is not None:
+        space = list(match.value(x).shape)
+        for other in added:
+            whole = NewCall(n, aten.expand.default, other, space)
+            scores.masks.append(("add", NewCall(n, aten.reshape.default, whole, shape), n))
+        scores.region += [*region, x]
+    return scores
+
+
+def _leads_to_view(x: Any, shape: list[Any], depth: int = 4) -> bool:
+    """Whether ``x`` is a view of something of ``shape``, to which something may have been added."""
+    if match.is_call(x, *match.RESHAPES):
+        return list(match.value(x.args[0]).shape) == shape
+    return depth > 0 and any(_leads_to_view(a, shape, depth - 1) for a, _ in match.operands(x, *match.ADD))
 
 
 def _match_lower_bound(n: fx.Node, depth: int) -> Scores | None:

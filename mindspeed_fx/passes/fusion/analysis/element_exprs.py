@@ -18,11 +18,17 @@ import torch.fx as fx
 from mindspeed_fx.compat import symbols
 from mindspeed_fx.graph import match
 from mindspeed_fx.graph.match import aten
+from mindspeed_fx.graph.new_call import NewCall
 
 WIDEST = 2048
 """ElementExprs of one value at most; a head has up to 1024."""
 TERMS, FACTORS = 2, 4
 """Of a sum and of a product that is read."""
+
+SPLITS = ("none", "pairs", "any")
+"""Which views that cut a dimension in two are looked through. Pairs come first: what is cut into heads is read head by
+head.
+"""
 
 Factor = tuple[int, int]
 """(tensor, lane of its last dimensions)"""
@@ -35,13 +41,13 @@ class TooWide(Exception):
 
 
 class ElementExprs:
-    """Reads one value at a time; ``split`` also looks through a view that cuts the last dimension of a tensor in
-    two.
+    """Reads one value at a time; ``split``, of :data:`SPLITS`, also looks through views that cut the last dimension of
+    a tensor in two.
     """
 
-    def __init__(self, root: fx.Node, split: bool = False):
+    def __init__(self, root: fx.Node, split: str = "none"):
         self.root, self.split = root, split
-        self.tensors: list[tuple[fx.Node, int]] = []
+        self.tensors: list[tuple[fx.Node | NewCall, int]] = []
         """Each tensor that is not read further, and how many of its last dimensions its lanes run over."""
         self.sums: list[Sum] = []
         self._number: dict[Sum, int] = {}
@@ -79,7 +85,7 @@ class ElementExprs:
         self.of(n)
         return n in self._whole
 
-    def leaf(self, n: fx.Node, dims: int) -> torch.Tensor:
+    def leaf(self, n: fx.Node | NewCall, dims: int) -> torch.Tensor:
         """``n`` as a tensor that is not read further, with lanes over its last ``dims`` dimensions."""
         dims = min(dims, match.value(n).dim())
         shape = match.value(n).shape[match.value(n).dim() - dims :]
@@ -162,9 +168,8 @@ def _inner(exprs: ElementExprs, n: fx.Node, dim: int, source: fx.Node) -> tuple[
 def _view(exprs: ElementExprs, n: fx.Node) -> torch.Tensor | None:
     source = n.args[0]
     old, new, codes = list(match.value(source).shape), list(match.value(n).shape), exprs.of(source)
-    if exprs.is_leaf(source):
-        if not exprs.split:
-            return None
+    if exprs.is_leaf(source) and exprs.split != "any" and (exprs.split == "none" or new[-1:] != [2]):
+        return None
     lead = len(old) - codes.dim()
     if (
         len(new) <= lead
@@ -264,12 +269,15 @@ def _product(exprs: ElementExprs, n: fx.Node) -> torch.Tensor | None:
 
 def _times(exprs: ElementExprs, a: Any, b: Any) -> torch.Tensor | None:
     codes = exprs.both(a, b) if match.is_float(a) and match.is_float(b) else None
+    return _multiply(exprs, *codes) if codes else None
 
+
+def _multiply(exprs: ElementExprs, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
     def multiply(p: Sum, q: Sum) -> Sum | None:
         results = tuple((v * w, tuple(sorted((*f, *g)))) for v, f in p for w, g in q)
         return results if len(results) <= TERMS and all(len(f) <= FACTORS for _, f in results) else None
 
-    return exprs.each(multiply, *codes) if codes else None
+    return exprs.each(multiply, a, b)
 
 
 def _add(exprs: ElementExprs, a: torch.Tensor | None, b: torch.Tensor | None, factor: float) -> torch.Tensor | None:
@@ -303,6 +311,51 @@ def _added_product(exprs: ElementExprs, n: fx.Node) -> torch.Tensor | None:
     )
 
 
+def _read_complex(exprs: ElementExprs, n: fx.Node) -> torch.Tensor | None:
+    """The real and the imaginary parts of a product of complex numbers; one that is made of no two real parts has them
+    as a tensor of its own.
+    """
+    return _complex_lanes(exprs, n.args[0])
+
+
+def _complex_lanes(exprs: ElementExprs, n: Any) -> torch.Tensor | None:
+    """[..., 2]: the lanes of both parts of the complex ``n``."""
+    if not isinstance(n, (fx.Node, NewCall)) or n.op != "call_function" or n.meta["mutated"]:
+        return None
+    if n.meta["grad_enabled"] != exprs.root.meta["grad_enabled"]:
+        return None
+    lanes = None
+    if match.is_call(n, aten.view_as_complex.default):
+        lanes = exprs.of(n.args[0])
+        lanes = lanes if lanes.dim() > 1 else None
+    elif match.is_call(n, aten.mul.Tensor):
+        lanes = _complex_product(exprs, *n.args)
+    if lanes is not None:
+        exprs.read[n] = lanes
+    return lanes
+
+
+def _complex_product(exprs: ElementExprs, a: Any, b: Any) -> torch.Tensor | None:
+    """(a + ib)(c + id) = ac - bd + i(ad + bc)"""
+    lanes = [_complex_lanes(exprs, x) for x in (a, b)]
+    known = next((c for c in lanes if c is not None), None)
+    if known is None:
+        return None
+    for i, x in enumerate((a, b)):
+        if lanes[i] is None:
+            if not isinstance(x, fx.Node) or not match.value(x).is_complex():
+                return None
+            x = NewCall(exprs.root, aten.resolve_conj.default, x) if match.value(x).is_conj() else x
+            lanes[i] = exprs.leaf(NewCall(exprs.root, aten.view_as_real.default, x), known.dim())
+    (ar, ai), (br, bi) = (c.unbind(-1) for c in lanes)
+    try:
+        products = [_multiply(exprs, x, y) for x, y in ((ar, br), (ai, bi), (ar, bi), (ai, br))]
+    except RuntimeError:  # of shapes that do not broadcast
+        return None
+    real, imaginary = _add(exprs, *products[:2], -1), _add(exprs, *products[2:], 1)
+    return None if real is None or imaginary is None else torch.stack((real, imaginary), -1)
+
+
 _HANDLERS = {
     **dict.fromkeys((aten.to.dtype, aten.clone.default, aten.contiguous.default, aten.alias.default), _same_lanes),
     **dict.fromkeys((*match.RESHAPES, aten.squeeze.dim), _view),
@@ -317,4 +370,5 @@ _HANDLERS = {
     aten.transpose.int: _read_transpose,
     aten.neg.default: _read_neg,
     aten.addcmul.default: _added_product,
+    aten.view_as_real.default: _read_complex,
 }

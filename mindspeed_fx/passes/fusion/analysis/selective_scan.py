@@ -27,14 +27,16 @@ class SelectiveScan:
     b: Any
     c: Any
     d: fx.Node | None
-    z: fx.Node | None
+    z: Any
     bias: fx.Node | None
     state: fx.Node | None
     softplus: bool
     first: fx.Node
     """Where the operator stands."""
     out: fx.Node
-    """[batch, channels, seq], with skip and gate where it has them."""
+    """The result, with skip and gate where it has them."""
+    turned: bool
+    """Whether the result, and the gate, are [batch, seq, channels] where the operator's are [batch, channels, seq]."""
     final: list[fx.Node]
     """Reads of the last state."""
     region: list[fx.Node]
@@ -50,9 +52,10 @@ class _Line:
     state: fx.Node | None
     first: fx.Node
     y: fx.Node
-    """[b, d, s]"""
     final: list[fx.Node]
     region: list[fx.Node]
+    letters: str = "bds"
+    """Of y."""
 
 
 def read(node: fx.Node, known: dict) -> SelectiveScan | None:
@@ -69,13 +72,15 @@ def read(node: fx.Node, known: dict) -> SelectiveScan | None:
     dt, softplus, bias = _step(delta)
     b, u = _inputs(line, delta)
     u = (norms.strip_widening(u[0]), u[1])
-    out, d, z = _skip_and_gate(line, u[0])
+    out, d, z = _skip_and_gate(line, u)
     region = [*line.region, line.decays[0], line.inputs[0], out]
     arranged = (
         _arrange(line, u, "bds"), _arrange(line, (dt, delta_letters), "bds"), _arrange(line, a, "dn"),
         _arrange(line, b, "bns"), _arrange(line, line.c, "bns"),
     )  # fmt: skip
-    return SelectiveScan(*arranged, d, z, bias, line.state, softplus, line.first, out, line.final, region)
+    turned = line.letters == "bsd"
+    z = NewCall(line.first, aten.transpose.int, z, 1, 2) if turned and z is not None else z
+    return SelectiveScan(*arranged, d, z, bias, line.state, softplus, line.first, out, turned, line.final, region)
 
 
 def _arrange(line: _Line, factor: tuple[Any, str], wanted: str) -> Any:
@@ -123,7 +128,7 @@ def _is_wide_select(n: fx.Node) -> bool:
 
 def _unrolled(stack: fx.Node) -> _Line | None:
     outputs = stack.args[0]
-    if match.value(stack).dim() != 3 or match.argument(stack, "dim", 0) % 3 != 2:
+    if match.value(stack).dim() != 3 or match.argument(stack, "dim", 0) % 3 == 0:
         return None
     reads = [_output(n) for n in outputs[:1]]
     if reads[0] is None or _update(reads[0][0]) is None:
@@ -152,6 +157,7 @@ def _unrolled(stack: fx.Node) -> _Line | None:
     return _Line(
         (decays, _with_sequence("bdn", at)), (inputs, _with_sequence("bdn", also)), (c, _with_sequence(letters, c_at)),
         None if match.is_zeros(start) else start, before, stack, [before] if users else [], region,
+        _with_sequence("bd", match.argument(stack, "dim", 0) % 3),
     )  # fmt: skip
 
 
@@ -278,18 +284,19 @@ def _step(delta: fx.Node) -> tuple[fx.Node, bool, fx.Node | None]:
     return norms.strip_widening(inner), True, None
 
 
-def _skip_and_gate(line: _Line, u: fx.Node) -> tuple[fx.Node, fx.Node | None, fx.Node | None]:
+def _skip_and_gate(line: _Line, u: tuple[fx.Node, str]) -> tuple[fx.Node, fx.Node | None, fx.Node | None]:
     """The result, D and z."""
     order = {n: i for i, n in enumerate(line.first.graph.nodes)}
     out, d, z = line.y, None, None
     total = norms.only_user(out)
     for one, other in match.operands(total, aten.add.Tensor):
         if one is out and isinstance(other, fx.Node) and match.is_float(other) and match.value(other).dim() == 3:
-            names = multilinear.lettered(multilinear.read(other, _is_factor(other)), "bds") or []
-            kinds = {own: node for node, own in names}
-            same = set(kinds) == {"bds", "d"} and match.same(norms.strip_widening(kinds["bds"]), u)
-            if same and len(names) == 2 and order[kinds["d"]] < order[line.first]:
-                out, d = total, kinds["d"]
+            names = multilinear.lettered(multilinear.read(other, _is_factor(other)), line.letters) or []
+            rates = [x for x, own in names if own == "d"]
+            values = [(norms.strip_widening(x), own) for x, own in names if own != "d"]
+            same = len(rates) == len(values) == 1 and values[0][1] == u[1] and match.same(values[0][0], u[0])
+            if same and order[rates[0]] < order[line.first]:
+                out, d = total, rates[0]
                 break
     product = norms.only_user(out)
     for one, gate in match.operands(product, aten.mul.Tensor):

@@ -21,6 +21,7 @@ from mindspeed_fx.passes.fusion.analysis.attention_scores import Scores
 from mindspeed_fx.passes.fusion.analysis.bands import CAUSAL, Band, is_causal, is_window, together
 from mindspeed_fx.passes.fusion.emit import alibi as alibi_emit
 from mindspeed_fx.passes.fusion.emit import fully_masked_rows, packed_sequences
+from mindspeed_fx.passes.fusion.emit.mask import four_dimensional
 
 DROPOUT_ROWS = 256
 """Attention with dropout is left to generated code below this many rows: there it was measured as fast (128 rows 1.0 in
@@ -266,7 +267,10 @@ def _emit_dropout(
     what = f"dropout of {p} on the attention weights"
     rows, keys = q.shape[2], k.shape[2]
     if m is not None or not causal or scores.sinks is not None:
-        raise Miss(f"{what}: the kernel takes causal masks, windows and soft-caps only")
+        why = "with sinks" if scores.sinks is not None else "of an attention that is not causal"
+        if m is not None:
+            why = "with a mask that is not known while compiling to be causal or a window (what a buffer holds is not)"
+        raise Miss(f"{what} {why}: the kernel takes causal masks, windows and soft-caps only")
     if not all(isinstance(n, int) for n in (*q.shape, rows, keys)) or rows != keys:
         raise Miss(f"{what}: the kernel takes equal and fixed sequence lengths of queries and keys only")
     if rows < least:
@@ -335,7 +339,7 @@ def _operands(
     lead = list(match.value(q).shape[:2])
     visible_rows = (
         fully_masked_rows.some_left(
-            gm, root, scores, lambda m, where: _four_dimensional(gm, root, m, where, lead), notes
+            gm, root, scores, lambda m, where: four_dimensional(gm, root, m, where, lead), notes
         )
         if masks
         else None
@@ -343,7 +347,7 @@ def _operands(
     allowed, added = None, None  # a mask is True where attention is allowed, and what is added to the scores
     for kind, m, where in masks:
         m = rewrite.insert(gm, root, aten.logical_not.default, (m,)) if kind == "drop" else m
-        m = _four_dimensional(gm, root, m, where, lead)
+        m = four_dimensional(gm, root, m, where, lead)
         if kind == "add":
             added = m if added is None else rewrite.insert(gm, root, aten.add.Tensor, (added, m))
         else:
@@ -367,25 +371,6 @@ def _put(gm: fx.GraphModule, root: fx.Node, scores: Scores, out: fx.Node) -> lis
     if reason:
         raise Miss(reason)
     return [*scores.region, root]
-
-
-def _four_dimensional(gm: fx.GraphModule, before: fx.Node, m: fx.Node, where: fx.Node, lead: list[Any]) -> fx.Node:
-    """The mask as it broadcasts to [batch, heads, q_seq, kv_seq]; ``where`` it is applied, batch and heads may be one,
-    or more than two.
-    """
-    if match.value(where).dim() > 4:
-        outer, own = list(match.value(where).shape[:-2]), list(match.value(m).shape)
-        own = [1] * (len(outer) + 2 - len(own)) + own
-        if any(n != 1 for n in own[1:-2]):  # heads that are not all alike
-            wanted = [own[0], *outer[1:], *own[-2:]]
-            m = rewrite.insert(gm, before, aten.expand.default, (m, wanted))
-            own = [own[0], lead[1], *own[-2:]]
-        return rewrite.insert(gm, before, aten.reshape.default, (m, [own[0], math.prod(own[1:-2]), *own[-2:]]))
-    if match.value(where).dim() == 3 and match.value(m).dim() == 3 and match.value(m).shape[0] != 1:
-        return rewrite.insert(gm, before, aten.reshape.default, (m, [*lead, *match.value(m).shape[1:]]))
-    while match.value(m).dim() < 4:
-        m = rewrite.insert(gm, before, aten.unsqueeze.default, (m, 0))
-    return m
 
 
 def _widen(gm: fx.GraphModule, before: fx.Node, x: fx.Node, dtype: torch.dtype) -> fx.Node:

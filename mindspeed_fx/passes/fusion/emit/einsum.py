@@ -63,6 +63,19 @@ def _weights_on_the_left(gm: fx.GraphModule, weights: fx.Node) -> None:
             gm.graph.erase_node(across)
 
 
+def described(n: fx.Node, weights: fx.Node) -> str:
+    """Why the einsum ``n`` of the attention's ``weights`` was left."""
+    equation, tensors = n.args[0].replace(" ", ""), list(n.args[1])
+    labels, _, out = equation.partition("->")
+    own = labels.split(",")[tensors.index(weights)]
+    if own[-1] in out:
+        return f'the attention weights are mixed by einsum("{equation}") before a product with v'
+    return (
+        f'the product of the weights, "{own}", with v is einsum("{equation}"); a product of matrices, [..., queries, '
+        "keys] @ [..., keys, dim], is"
+    )
+
+
 def _labels(n: fx.Node) -> tuple[list[str], list[str], list[str], list[fx.Node]] | None:
     """(labels of the first tensor, of the second, of the result, the tensors); None for anything but a plain product of
     two.

@@ -51,6 +51,7 @@ def _piece(
     result = None
     for index, start, step in factors:
         n, dims = exprs.tensors[index]
+        n = rewrite.build(n)
         if dims > 1:
             n = rewrite.insert(gm, before, aten.flatten.using_ints, (n, -dims, -1))
         n = rewrite.insert(gm, before, aten.unsqueeze.default, (n, -1)) if dims == 0 else n
