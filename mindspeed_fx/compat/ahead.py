@@ -44,7 +44,26 @@ def compile_ahead(step: Callable, args: tuple, kwargs: dict, backend: Callable, 
 
     # A float that is a symbol has Dynamo start over once it is known where it is read, which this way to it does not.
     with config.patch(specialize_float=True):
-        return aot_compile_fullgraph(step, (args, kwargs), Hooks(guard_filter_fn=_writable), backend, dynamic=dynamic)
+        hooks, write = Hooks(guard_filter_fn=_writable), _writing(backend)
+        return aot_compile_fullgraph(step, (args, kwargs), hooks, write, dynamic=dynamic)
+
+
+def _writing(backend: Callable) -> Callable:
+    """``backend``, whose graphs can be written: torch 2.11 makes that of what its own backends return, later ones of
+    all that AOTAutograd made."""
+    from torch._dynamo.aot_compile import aot_compile_fullgraph
+    from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable, SerializableCallable
+
+    if "serialize" in aot_compile_fullgraph.__code__.co_consts:
+        return backend
+
+    def compiled(gm: Any, inputs: Sequence[Any]) -> Any:
+        result = backend(gm, inputs)
+        if isinstance(result, SerializableCallable) or getattr(result, "serialize", None) is None:
+            return result
+        return BundledAOTAutogradSerializableCallable(result)
+
+    return compiled
 
 
 def _writable(guards: Any) -> list[bool]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Mapping
+import inspect
+from typing import Any, Mapping, Sequence
+from unittest import mock
 
 import torch.fx as fx
 
@@ -28,6 +30,18 @@ def ranks_of(group: str) -> list[int]:
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     return dist.get_process_group_ranks(_resolve_process_group(group))
+
+
+def ordered_group(ranks: Sequence[int]) -> Any:
+    """A new process group whose ranks are numbered in this order; every process makes it. Before torch 2.13 a group
+    sorts its ranks, by Python's own function, which stands aside meanwhile."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    if "sort_ranks" in inspect.signature(dist.new_group).parameters:
+        return dist.new_group(list(ranks), sort_ranks=False)
+    with mock.patch.object(distributed_c10d, "sorted", list, create=True):
+        return dist.new_group(list(ranks))
 
 
 def has_symmetric_memory(group: str) -> bool:

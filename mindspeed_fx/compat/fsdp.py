@@ -53,12 +53,17 @@ class DividedWeight:
 def weights(model: nn.Module) -> Iterator[DividedWeight]:
     """Every parameter that FSDP2 divides in ``model``, its root, once for each name it has."""
     for module, state in _states(model):
-        for group in state._fsdp_param_groups:
+        for group in _groups(state):
             # as FSDP2 decides when it first runs: what its root holds is wanted at once by the backward
             is_kept = module is model and state._auto_reshard_after_forward
             is_freed = group.post_forward_mesh_info is not None and not is_kept
             for fsdp in group.fsdp_params:
                 yield from _weight(fsdp, group, is_freed)
+
+
+def _groups(state: Any) -> list[Any]:
+    several = getattr(state, "_fsdp_param_groups", None)  # from torch 2.12 on a module may have more than one
+    return [state._fsdp_param_group] if several is None and state._fsdp_param_group else several or []
 
 
 def _weight(fsdp: Any, group: Any, is_freed: bool) -> Iterator[DividedWeight]:

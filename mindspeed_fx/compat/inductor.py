@@ -11,7 +11,7 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 import torch
 import torch.fx as fx
 
-from mindspeed_fx.compat import fake, graph_inputs, inductor_cache, structured_trace
+from mindspeed_fx.compat import backward_writes, fake, graph_inputs, inductor_cache, structured_trace
 from mindspeed_fx.errors import OptionError
 
 
@@ -126,7 +126,7 @@ def compile_with_inductor(
         functorch.update(enable_autograd_cache=False, enable_remote_autograd_cache=False)
     known = functorch_config.get_config_copy()
     settings = functorch_config.patch(**{k: v for k, v in functorch.items() if k in known})
-    with settings, structured_trace.without_unread_graphs():
+    with settings, structured_trace.without_unread_graphs(), backward_writes.allowed():
         table = {**inductor_decompositions(), **decompositions} if decompositions else None
         try:
             return compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches, decompositions=table)
@@ -234,7 +234,7 @@ def compile_without_codegen(
         decompositions=decompositions,
         keep_inference_input_mutations=keep_writes,
     )
-    with structured_trace.without_unread_graphs():
+    with structured_trace.without_unread_graphs(), backward_writes.allowed():
         return backend(gm, inputs)
 
 

@@ -47,6 +47,16 @@ class PartedStage(PipelineStage):
         if self.has_backward:
             self.dw_runner.pop(bwd_chunk_id)()
 
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        """Not those between two stages of this rank, which gloo refuses (2.11 asks for them)."""
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+    def _validate_fwd_outputs(self, outputs: tuple[torch.Tensor, ...]) -> None:
+        """What goes to no other stage has any shape, as the results in evaluation of a model whose training gives
+        losses. (From torch 2.12 on nobody asks.)"""
+        if not self.is_last:
+            super()._validate_fwd_outputs(outputs)
+
     def get_local_bwd_output(self, mb_index: int) -> Any:
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()
 
@@ -63,7 +73,10 @@ class PartedStage(PipelineStage):
         fresh = PipelineStage(
             self.submod, self.stage_index, self.num_stages, self.device, inputs, outputs, group=self.group
         )
-        self._user_meta, self._inference_mode = fresh._user_meta, None
+        for name in ("_user_meta", "inputs_meta", "_outputs_meta"):  # the first from torch 2.12 on, the others before
+            if hasattr(fresh, name):
+                setattr(self, name, getattr(fresh, name))
+        self._inference_mode = None
         self.args_recv_info, self.grad_recv_info, self.grad_send_info = {}, {}, None
 
 

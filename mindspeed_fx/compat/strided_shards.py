@@ -13,6 +13,19 @@ from mindspeed_fx.compat import tracing
 from mindspeed_fx.compat.dtensor import is_divided, is_strided, local_tensor_mode
 
 
+@functools.cache
+def views_make_strided_shards() -> bool:
+    """Whether DTensor views a dimension that ranks share as the inner part of another one. Before torch 2.12 it refuses
+    to, and with it operators that view what they multiply."""
+    from torch.distributed.tensor._ops import _view_ops
+
+    try:
+        _view_ops.propagate_shape_and_sharding([Shard(1)], (2, 2), _view_ops.dim_flatten(2), (2,), strict_view=True)
+    except RuntimeError:
+        return False
+    return True
+
+
 def count_strided_shards_for_real() -> None:
     """How many elements a rank has of a strided shard, and the first of them, is computed by DTensor (2.13) on an index
     tensor that it reads back, which fails while tracing: the tensor is fake there. From here on it is computed outside
@@ -170,6 +183,8 @@ def _steps_in_order(
     now, steps = list(source), []
 
     def step(i: int, to: Placement) -> None:
+        if now[i].is_partial() and is_strided(to):
+            step(i, Replicate())  # as torch does, but 2.11, which refuses
         whole = list(shape)
         for j, p in enumerate(now):
             if j != i and is_divided(p):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import types
 from typing import Any, Callable, Iterator, Sequence
+from unittest import mock
 
 import torch
 import torch.fx as fx
@@ -209,9 +210,9 @@ def record_attribute(tensor: torch.Tensor) -> torch.Tensor:
 
 def autograd_number(node: fx.Node) -> int | None:
     """The call of autograd that a node of a joint graph belongs to, the same for an operator and its gradient; None
-    where AOTAutograd says nothing.
+    where AOTAutograd says nothing, and of a sum of a tensor's gradients, to which it gives the number of another call.
     """
-    return node.meta.get("seq_nr")
+    return None if node.meta.get("is_gradient_acc") else node.meta.get("seq_nr")
 
 
 def is_data(target: Any) -> bool:
@@ -352,7 +353,8 @@ def in_one_graph(error: type[Exception], what: str) -> Iterator[None]:
     settings = {"ignore_logging_functions": logs | calls, "allow_rnn": True}
     try:
         with config.patch(**{name: value for name, value in settings.items() if hasattr(config, name)}):
-            yield
+            with _describable_settings():
+                yield
     except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as e:  # the second: a value decides what is run
         frames = [f for f in getattr(e, "real_stack", None) or () if "/torch/" not in f.filename]
         at = f" at {'/'.join(frames[-1].filename.split('/')[-3:])}:{frames[-1].lineno}" if frames else ""
@@ -360,6 +362,27 @@ def in_one_graph(error: type[Exception], what: str) -> Iterator[None]:
             f"{what} takes a model that is one graph, and Dynamo breaks this one{at} "
             f"({str(e).strip().splitlines()[0]}); take that call out of forward"
         ) from None
+
+
+@contextlib.contextmanager
+def _describable_settings() -> Iterator[None]:
+    """Dynamo (2.11) describes its settings in its record of a compilation, cannot sort functions to ignore there, and
+    writes that into the log as an error; within, it leaves them out."""
+    from torch._dynamo import utils
+
+    describe = getattr(utils, "_get_dynamo_config_for_logging", lambda: None)
+
+    def describe_others() -> Any:
+        with torch._dynamo.config.patch(ignore_logging_functions=set()):
+            return describe()
+
+    try:
+        describe()
+        mended: Any = contextlib.nullcontext()
+    except TypeError:
+        mended = mock.patch.object(utils, "_get_dynamo_config_for_logging", describe_others)
+    with mended:
+        yield
 
 
 def core_decompositions() -> dict:

@@ -7,7 +7,7 @@ from typing import Any, Callable, Sequence
 
 from torch.distributed.tensor import DTensor
 
-from mindspeed_fx.compat import distributed
+from mindspeed_fx.compat import distributed, local_parts
 from mindspeed_fx.sharding.inputs import Comparison, InputCheck, own_part
 
 
@@ -34,7 +34,7 @@ class LocalCall:
 
     def __call__(self, *args: Any) -> Any:
         self.check(args)
-        own = [a.to_local() if isinstance(a, DTensor) else a for a in args]
+        own = [local_parts.part_of(a) if isinstance(a, DTensor) else a for a in args]
         for i, placements in self.outside.cuts.items():
             own[i] = own_part(own[i], placements, self.mesh)
         return self.compiled(*own)

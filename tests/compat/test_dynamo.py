@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo import utils
 from torch._dynamo.utils import counters
 
-from mindspeed_fx.compat import dynamo
+from mindspeed_fx.compat import dynamo, tracing
 
 SETTINGS = {"backend": "mindspeed", "fullgraph": True, "options": {"codegen": "eager"}}
 
@@ -99,3 +100,11 @@ def test_hooks_that_come_later_compile_nothing_anew():
     for module in (model.first, model.second, model.second.linear):
         module.register_forward_pre_hook(lambda module, args: None)
     assert torch.equal(model(x), expected) and counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_capture_without_calls_of_loggers_has_its_record():
+    """What torch 2.11 cannot describe would be an error in the log, at each graph."""
+    with tracing.in_one_graph(RuntimeError, "this"):
+        utils.clear_compilation_metrics()
+        torch.compile(torch.sin, backend="eager")(torch.ones(2))
+    assert len(utils.get_compilation_metrics()) == 1

@@ -70,6 +70,8 @@ def run_worker(*mode):
 
 def worker(*mode):
     run = run_worker(*mode)
+    if "InterpreterError: TypeError('only 0-dimensional arrays can be converted to Python scalars')" in run.stderr:
+        pytest.skip("this Triton's interpreter needs NumPy before 2.4, which makes no number of an array of one")
     assert run.returncode == 0, run.stderr[-4000:]
     return json.loads(run.stdout.splitlines()[-1])
 

@@ -192,6 +192,28 @@ def test_tokens_of_sequences_and_back(sizes, placements, batch):
         torch.testing.assert_close(gradient.full_tensor().reconcile(), 2 * x * weight.view(x.shape))
 
 
+@pytest.mark.parametrize("terms", [("bnd", "ndh"), ("bnd", "dh"), ("bnd", "ndh", "n")])
+def test_einsum_leaves_a_sum_over_ranks_of_what_it_sums(terms):
+    """Rows over one mesh dimension, heads that are summed over the other: nothing is gathered, nor added up yet."""
+    equation, size = f"{','.join(terms)}->bh", {"b": 4, "n": 6, "d": 3, "h": 5}
+    given = [torch.randn([size[n] for n in t], dtype=torch.float64, requires_grad=True) for t in terms]
+    expected = torch.einsum(equation, given)
+    wanted = torch.autograd.grad(expected.square().sum(), given)
+    with dtensor.all_ranks({"a": 2, "b": 2}) as mesh, dtensor.plain_tensors_as_replicated():
+        parts = []
+        for x, term in zip(given, terms):
+            heads = Shard(term.index("n")) if "n" in term else R
+            rows = Shard(0) if "b" in term else R
+            part = distribute_tensor(x.detach(), mesh, [rows, heads], src_data_rank=None)
+            parts.append(part.requires_grad_())
+        result = aten_rules.run(torch.ops.aten.einsum.default, (equation, parts), {})
+        assert list(result.placements) == [Shard(0), Partial()]
+        torch.testing.assert_close(result.full_tensor().reconcile(), expected.detach())
+        gradients = torch.autograd.grad(result.full_tensor().square().sum(), parts)
+        for gradient, want in zip(gradients, wanted):
+            torch.testing.assert_close(gradient.full_tensor().reconcile(), want)
+
+
 @pytest.mark.parametrize(
     "equation, sizes, placements",
     [

@@ -31,12 +31,24 @@ def turns_it_off_last(x):
     return z
 
 
+def need_torch_to_leave_it():
+    """AOTAutograd of torch 2.11 forgets the mode where no result has a gradient, for torch's own backends too."""
+    torch._dynamo.reset()
+    with torch.enable_grad():
+        torch.compile(leaves_it_off, backend="aot_eager")(torch.ones(1, requires_grad=True).clone())
+        if torch.is_grad_enabled():
+            pytest.skip("this torch's aot_eager forgets the grad mode")
+
+
 @pytest.mark.parametrize("f", [leaves_it_off, leaves_it_on, off_and_on_again, turns_it_off_last])
 def test_the_mode_is_left_as_the_function_leaves_it(f):
+    if f is leaves_it_off:
+        need_torch_to_leave_it()
     assert_same(f, leaves((4, 3)))
 
 
 def test_the_mode_is_left_by_generated_code():
+    need_torch_to_leave_it()
     assert_same(leaves_it_off, leaves((4, 3)), options={"codegen": "inductor"})
 
 

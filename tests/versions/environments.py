@@ -36,6 +36,7 @@ MATRIX = (
     Versions("3.11", {"torch": "2.11.0"}),
     Versions("3.11", {"torch": "2.12.0"}),
     Versions("3.11", {"torch": "2.14.1"}),
+    Versions("3.12", {"torch": "2.11.0"}),
     Versions("3.10", {"torch": "2.11.0", "transformers": "4.57.6", "megatron-core": "0.16.0"}),
     Versions("3.13", {"torch": "2.14.1"}),
     Versions("3.11", {"transformers": "5.0.0"}),

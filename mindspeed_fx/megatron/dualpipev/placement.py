@@ -15,7 +15,7 @@ from typing import Any, Callable, Iterator
 import torch
 import torch.distributed as dist
 
-from mindspeed_fx.errors import OptionError
+from mindspeed_fx.compat import distributed
 from mindspeed_fx.megatron import groups, patches
 from mindspeed_fx.megatron.run_arguments import training_arguments
 
@@ -34,9 +34,6 @@ def is_asked(args: Any = None) -> bool:
 def mirrored_group() -> Any:
     """The pipeline group of this process with its ranks in reversed order; made when it is first asked for, by all
     processes of the job.
-
-    Raises:
-        OptionError: this torch sorts the ranks of every group.
     """
     from megatron.core import parallel_state
 
@@ -44,17 +41,10 @@ def mirrored_group() -> Any:
     if group not in _groups:
         own = dist.get_process_group_ranks(group)
         for ranks in groups.everybodys(group):  # every process makes every group
-            mirrored_ranks = _reversed_group(ranks)
+            mirrored_ranks = distributed.ordered_group(ranks[::-1])
             if list(ranks) == own:
                 _groups[group] = mirrored_ranks
     return _groups[group]
-
-
-def _reversed_group(ranks: tuple[int, ...]) -> Any:
-    try:
-        return dist.new_group(ranks[::-1], sort_ranks=False)
-    except TypeError:
-        raise OptionError("--schedules-method dualpipev needs torch 2.13, whose groups may be reversed") from None
 
 
 @contextlib.contextmanager

@@ -13,8 +13,8 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils import _pytree as pytree
 
-from mindspeed_fx.compat import dtensor, symbols
-from mindspeed_fx.compat.placements import REPLICATED
+from mindspeed_fx.compat import dtensor, strided_shards, symbols
+from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.graph import op_sets
 from mindspeed_fx.kernels.sharding import along
 from mindspeed_fx.sharding.spmd import draws
@@ -80,7 +80,7 @@ def run(target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return draws.draw_in_place(target, name, args, kwargs)
     if not tensors or target._schema.is_mutable:  # DTensor refuses a write that would need another placement
         return target(*args, **kwargs)
-    if name in TRUSTED and not (name == "einsum" and _may_be_divided_twice(tensors)):
+    if name in TRUSTED and not (name == "einsum" and _may_be_in_pieces(tensors)):
         args, kwargs = pytree.tree_map_only(DTensor, _summed_for(name, tensors), (args, kwargs))
         return target(*args, **kwargs)
     if name in READS and (terms := _terms(*tensors)):
@@ -94,10 +94,12 @@ def run(target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return run_in_parts(target, args, kwargs, result)
 
 
-def _may_be_divided_twice(tensors: list[DTensor]) -> bool:
-    """Whether several mesh dimensions may divide ``tensors`` or their gradients, or one divides a dimension in
-    pieces."""
-    return tensors[0].device_mesh.ndim > 1 or any(is_divided_twice(x.placements) for x in tensors)
+def _may_be_in_pieces(tensors: list[DTensor]) -> bool:
+    """Whether several mesh dimensions may divide ``tensors`` or their gradients, or one divides a dimension in pieces,
+    or would a view of them that DTensor does not make."""
+    if tensors[0].device_mesh.ndim > 1 or not strided_shards.views_make_strided_shards():
+        return True
+    return any(is_divided_twice(x.placements) for x in tensors)
 
 
 CONVOLUTIONS = frozenset("conv1d conv2d conv3d".split())
@@ -257,15 +259,16 @@ def _diff(arguments: dict, x: DTensor, rest: list[DTensor]) -> list[Strategy]:
 
 
 def _einsum(arguments: dict, x: DTensor, rest: list[DTensor]) -> list[Strategy]:
-    """By every letter of the result. DTensor (2.13) views the operands for a product of matrices, and cannot part what
-    several mesh dimensions divide."""
+    """By every letter: of the result, or summed over, which leaves a sum over ranks. DTensor (2.13) views the operands
+    for a product of matrices, and cannot part what several mesh dimensions divide."""
     terms, arrow, result = arguments["equation"].replace(" ", "").partition("->")
     operands = terms.split(",")
     if not arrow or "." in terms or any(len(set(term)) < len(term) for term in operands):
         return []
+    summed = sorted(set("".join(operands)) - set(result))
     return [
         (d, [term.index(letter) if letter in term else REPLICATED for term in operands])
-        for d, letter in enumerate(result)
+        for d, letter in [*enumerate(result), *((PARTIAL, letter) for letter in summed)]
     ]
 
 

@@ -17,8 +17,9 @@ from mindspeed_fx.compat import dtensor
 from mindspeed_fx.compat.placements import REPLICATED
 from mindspeed_fx.sharding.spmd.redistribute import placed_at, summed_at
 
-Strategy = tuple[int, list[Any]]
-"""Dimension of every result, placement of every tensor argument (a dimension or REPLICATED)."""
+Strategy = tuple[Any, list[Any]]
+"""Of every result a dimension, or PARTIAL: a sum over ranks that is not yet made; placement of every tensor argument (a
+dimension or REPLICATED)."""
 
 
 def run_in_parts(target: Callable, args: Sequence[Any], kwargs: dict[str, Any], strategies: Sequence[Strategy]) -> Any:
@@ -97,7 +98,7 @@ def _choose(tensors: Sequence[DTensor], i: int, strategies: Sequence[Strategy]) 
 
 
 def _as_placed(model: Placement, wanted: Any) -> Placement:
-    return Replicate() if wanted == REPLICATED else dtensor.along_dimension(model, wanted)
+    return dtensor.placement(wanted) if isinstance(wanted, str) else dtensor.along_dimension(model, wanted)
 
 
 def _is_ambiguous(chosen: Sequence[Any]) -> bool:

@@ -147,7 +147,7 @@ def reshape(x: DTensor, shape: Sequence[int]) -> DTensor:
         result = x.reshape(shape)
         return _GradientFits.apply(result, x.shape) if _may_not_fit(result, x.shape) else result
     except RuntimeError as e:
-        if "unevenly" not in str(e):
+        if placements is not None and "unevenly" not in str(e):
             raise
         mesh = x.device_mesh
         cut = ", ".join(

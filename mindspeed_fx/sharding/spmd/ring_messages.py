@@ -109,10 +109,11 @@ class Ring:
         flat = torch.cat([t.reshape(-1) for t in tensors])
         size, n, w = flat.shape[0], self.ranks, self.window
         to = (lambda r, factor: (r + factor * w) % n) if far else (lambda r, factor: r // w * w + (r + factor) % w)
-        return _Sent(
-            self.exchange(flat, lambda r, j: size * (j == to(r, 1)), lambda r, j: size * (j == to(r, -1))),
-            [t.shape for t in tensors],
-        )
+
+        def along(factor: int) -> Callable[[int, int], int]:
+            return lambda r, j: size if j == to(r, factor) else 0
+
+        return _Sent(self.exchange(flat, along(1), along(-1)), [t.shape for t in tensors])
 
     def balanced(self, *tensors: Tensor) -> list[Tensor]:
         """Of each [batch, heads, sequence / ranks, ...], chunks 2r and 2r+1 become chunks r and 2n-1-r; one message."""

@@ -58,13 +58,14 @@ def read(topk: fx.Node) -> Router | None:
         return None
     masked = _read_mask(x)
     choice = masked.choice if masked else x
-    scores, bias = _without_bias(choice)
+    seen: list[fx.Node] = []
+    scores, bias = _without_bias(choice, seen)
     kind = _score(scores)
     if kind is None:
         if scores is not match.uncast(scores) and _score(match.uncast(scores)):
             _refuse_narrow(match.value(scores).dtype)
         return _read_softmax_of_chosen(topk, k, values, ids) if not masked else None
-    weights, way = _weights(scores, values, ids, bias)
+    weights, way = _weights(scores, values, ids, bias, seen)
     if weights is None:
         return None
     experts = match.value(scores).shape[-1]
@@ -74,7 +75,7 @@ def read(topk: fx.Node) -> Router | None:
     if masked and k > experts // groups * kept:
         raise Miss(f"{k} experts are chosen of the {experts // groups * kept} that their groups leave")
     logits = _logits(scores)
-    region = [scores, *([choice] if bias is not None else []), *(masked.region if masked else []), topk, *way]
+    region = [scores, *seen, *([choice] if bias is not None else []), *(masked.region if masked else []), topk, *way]
     router = Router(logits, bias, k, kind, groups, kept, best, weights, ids, region=region)
     _extend(router)
     return router
@@ -99,16 +100,36 @@ def _score(n: Any) -> str | None:
     return "softmax" if match.is_call(n, *SOFTMAX) and _is_last(n, match.argument(n, "dim")) else None
 
 
-def _without_bias(choice: Any) -> tuple[Any, fx.Node | None]:
-    """(scores, bias) of scores + bias."""
-    for scores, bias in match.operands(choice, *match.ADD):
+def _without_bias(choice: Any, seen: list[fx.Node]) -> tuple[Any, fx.Node | None]:
+    """(scores, bias) of scores + bias; reshapes of the scores that leave their shape, and the bias as a row, go to
+    ``seen``."""
+    for x, bias in match.operands(choice, *match.ADD):
+        views: list[fx.Node] = []
+        scores = _unviewed(x, views)
         if _score(scores) is None or not isinstance(bias, fx.Node) or not match.is_float(bias):
             continue
+        if match.is_call(bias, aten.unsqueeze.default) and bias.args[1] == 0 and match.rank(scores) == 2:
+            views.append(bias)
+            bias = bias.args[0]
         shape = tuple(match.value(bias).shape)
         if shape != tuple(match.value(scores).shape[-1:]):
             raise Miss(f"what is added to the scores has shape {list(shape)}; one number for each expert is expected")
+        seen += views
         return scores, bias
-    return choice, None
+    views = []
+    scores = _unviewed(choice, views)
+    if _score(scores) is None:
+        return choice, None
+    seen += views
+    return scores, None
+
+
+def _unviewed(n: Any, views: list[fx.Node]) -> Any:
+    """``n`` before reshapes that leave its shape."""
+    while match.is_call(n, *match.RESHAPES) and match.value(n).shape == match.value(n.args[0]).shape:
+        views.append(n)
+        n = n.args[0]
+    return n
 
 
 def _refuse_narrow(dtype: torch.dtype) -> None:
@@ -251,16 +272,18 @@ def _is_sum(n: Any, keepdim: bool) -> bool:
 # --------------------------------------------------------------------------- weights
 
 
-def _weights(scores: fx.Node, values: Any, ids: Any, bias: Any) -> tuple[fx.Node | None, list[fx.Node]]:
+def _weights(
+    scores: fx.Node, values: Any, ids: Any, bias: Any, seen: list[fx.Node]
+) -> tuple[fx.Node | None, list[fx.Node]]:
     """(the scores of the chosen experts, nodes on the way), None where nobody reads them; ``values`` and ``ids`` are
-    the results of the choice.
+    the results of the choice, ``seen`` views of the scores.
     """
     gathers = [
         u
         for u in (ids.users if ids is not None else ())
         if match.is_call(u, aten.gather.default) and _is_last(u, u.args[1]) and u.args[2] is ids
     ]
-    own = [g for g in gathers if g.args[0] is scores]
+    own = [g for g in gathers if g.args[0] in (scores, *seen)]
     way = [n for n in (values, ids) if n is not None]
     if values is not None and values.users:
         if bias is not None:
