@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import fnmatch
 import time
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import torch
 import torch.fx as fx
@@ -194,9 +194,18 @@ def _matches(name: str, wanted: tuple[str, ...], option: str) -> bool:
     for pattern in wanted:
         if not fnmatch.filter(names, pattern):
             raise OptionError(
-                f'option "{option}" names no pass: "{pattern}"{nearest(pattern, names)}; valid: {", ".join(names)}'
+                f'option "{option}" names no pass: "{pattern}"{nearest(pattern, names)}; valid: {_by_family(names)}'
             )
     return any(fnmatch.fnmatch(name, pattern) for pattern in wanted)
+
+
+def _by_family(names: Sequence[str]) -> str:
+    """``fusion.{rope, swiglu}, lowering.{onednn}``: sixty names would say their families sixty times."""
+    families: dict[str, list[str]] = {}
+    for name in names:
+        family, _, rest = name.rpartition(".")
+        families.setdefault(family, []).append(rest)
+    return ", ".join(f"{f}.{{{', '.join(rest)}}}" if f else ", ".join(rest) for f, rest in families.items())
 
 
 def _with_bodies(gm: fx.GraphModule) -> list[fx.GraphModule]:
