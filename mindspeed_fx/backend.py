@@ -250,7 +250,7 @@ class Compilation:
     def prepare_joint(self, joint: fx.GraphModule) -> None:
         """Joint passes; then inline what has no kernel of its own, so that the cut can look inside."""
         if self.sharding is not None:
-            self.sharding.program.traffic.backward = ""  # what fails from here on is no gradient
+            self.sharding.program.traffic.traced()
         gradient_ready.mark(joint)
         self.gathers.mark(joint)
         self.freed.mark(joint)
@@ -306,7 +306,7 @@ class Compilation:
         with self._timed("passes"):
             if side == "inference":
                 self.pipeline.run("joint", side, gm, self.record, self.readable, self.sharding)
-            self.pipeline.run("partitioned", side, gm, self.record, self.readable)
+            self.pipeline.run("partitioned", side, gm, self.record, self.readable, self.sharding)
         progress.enter(f"{direction} lowering")
         with self._timed("lowering"):
             table = inductor_compat.inductor_decompositions() if inductor else None

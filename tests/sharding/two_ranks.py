@@ -31,9 +31,10 @@ def whole_model(**settings) -> Llama:
     return Llama(layers=1, **settings).double()
 
 
-def compiled(model, dim, plan, **options):
+def compiled(model, dim, plan, dynamic=None, **options):
     model = mindspeed_fx.parallelize(model, init_device_mesh("cpu", (RANKS,), mesh_dim_names=(dim,)), plan)
-    return model, torch.compile(model, backend="mindspeed", fullgraph=True, options={"codegen": "eager", **options})
+    options = {"codegen": "eager", **options}
+    return model, torch.compile(model, backend="mindspeed", fullgraph=True, dynamic=dynamic, options=options)
 
 
 def trains_alike(dim, plan, checkpointed=False, tolerance=1e-10, settings=None, sizes=(4, 16), **options):
@@ -332,6 +333,41 @@ def uneven():
     """Vocabulary, widths, heads, batch and sequence that two ranks cannot share evenly: two steps as one device."""
     for dim, plan in (("tp", "tp_sp"), ("cp", "ulysses"), ("cp", "ring"), ("dp", "zero2")):
         trains_alike(dim, plan, settings=UNEVEN, sizes=(3, 17))
+
+
+class Modulated(torch.nn.Module):
+    """Layers of a diffusion transformer: shifts, scales and gates of every row come from one vector of it."""
+
+    def __init__(self, width=48, heads=4, layers=2):
+        super().__init__()
+        self.heads = heads
+        self.time = torch.nn.Sequential(torch.nn.Linear(32, width), torch.nn.SiLU(), torch.nn.Linear(width, width))
+        linear = lambda out: torch.nn.ModuleList(torch.nn.Linear(width, out) for _ in range(layers))
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(width) for _ in range(layers))
+        self.modulate, self.qkv, self.out = linear(3 * width), linear(3 * width), linear(width)
+
+    def forward(self, x, t):
+        rows = torch.nn.functional.silu(self.time(t))
+        for norm, modulate, qkv, out in zip(self.norms, self.modulate, self.qkv, self.out):
+            shift, scale, gate = modulate(rows).unsqueeze(1).chunk(3, -1)
+            y = norm(x) * (1 + scale) + shift
+            q, k, v = (z.unflatten(-1, (self.heads, -1)).transpose(1, 2) for z in qkv(y).chunk(3, -1))
+            y = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+            x = x + gate * out(y)
+        return x.square().mean()
+
+
+def uneven_gradients():
+    """Three rows that every rank has whole, whose gradients are summed and shared unevenly: the graphs of two ranks
+    have other slices, and their collectives one order."""
+    torch.manual_seed(0)
+    reference = Modulated().double()
+    model, step = compiled(copy.deepcopy(reference), "cp", "ring", dynamic=False)
+    x, t = torch.randn(3, 16, 48, dtype=torch.float64), torch.randn(3, 32, dtype=torch.float64)
+    reference(x, t).backward()
+    step(x, t).backward()
+    for (name, p), q in zip(reference.named_parameters(), model.parameters(), strict=True):
+        assert (q.grad.full_tensor() - p.grad).abs().max() <= 1e-12 * p.grad.abs().max(), name
 
 
 def uneven_in_generated_code():

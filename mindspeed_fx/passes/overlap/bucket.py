@@ -24,7 +24,7 @@ from mindspeed_fx.graph.match import argument
 from mindspeed_fx.graph.recompile import recompile
 from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
 from mindspeed_fx.passes.overlap.chunking.chunk import CHUNK
-from mindspeed_fx.passes.overlap.model.costs import cost_of, device, moved_bytes, transfer
+from mindspeed_fx.passes.overlap.model.costs import cost_of, deciding_device, moved_bytes, transfer
 from mindspeed_fx.passes.overlap.model.simulator import simulate
 from mindspeed_fx.passes.overlap.model.task_graph import GraphTasks, cached_tasks, saved_activation
 from mindspeed_fx.passes.overlap.scheduler.buckets import Candidate, acyclic, buckets, merge_buckets
@@ -52,9 +52,9 @@ def overlap_bucket(gm: fx.GraphModule, context: Context) -> PassReport:
     starts = [n for n in gm.graph.nodes if is_start(n) and CHUNK not in n.meta]
     if sum(n.target in _COALESCED for n in starts) < 2:
         return report.note_reason("fewer than two collectives that could be joined")
-    hardware, why = device(context.options)
+    hardware, why = deciding_device(context)
     if hardware is None:
-        report.skipped += [skip(kind(n), n, f"no cost model: {why}") for n in starts]
+        report.skipped += [skip(kind(n), n, why) for n in starts]
         return report
     work = cached_tasks(
         gm,

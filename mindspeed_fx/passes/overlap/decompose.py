@@ -30,7 +30,7 @@ from mindspeed_fx.passes.overlap.chunking.chunk_search import PARTS, Trials
 from mindspeed_fx.passes.overlap.chunking.chunk_spec import Draft, Parts
 from mindspeed_fx.passes.overlap.chunking.region import KINDS, REACHES, Region, has_static_sizes, regions
 from mindspeed_fx.passes.overlap.chunking.windows import best
-from mindspeed_fx.passes.overlap.model.costs import device
+from mindspeed_fx.passes.overlap.model.costs import deciding_device
 from mindspeed_fx.passes.overlap.model.task_graph import LARGE
 from mindspeed_fx.passes.overlap.scheduler.min_memory_order import leaner
 
@@ -45,11 +45,9 @@ def overlap_decompose(gm: fx.GraphModule, context: Context) -> PassReport:
     starts = [n for n in gm.graph.nodes if is_start(n) and kind(n) in KINDS]
     if not starts:
         return report.note_reason("no collective that can be cut")
-    hardware, why = device(context.options)
+    hardware, why = deciding_device(context)
     if torch.are_deterministic_algorithms_enabled():
         why, hardware = INEXACT, None
-    elif hardware is None:
-        why = f"no cost model: {why}"
     if hardware is None:
         report.skipped += [skip(kind(n), n, why) for n in starts]
         return report

@@ -34,7 +34,7 @@ from mindspeed_fx.passes.overlap.chunking.chunk_spec import dense
 from mindspeed_fx.passes.overlap.chunking.region import has_static_sizes
 from mindspeed_fx.passes.overlap.chunking.windows import best
 from mindspeed_fx.passes.overlap.decompose import INEXACT
-from mindspeed_fx.passes.overlap.model.costs import FUSED, device, ranks_of
+from mindspeed_fx.passes.overlap.model.costs import FUSED, deciding_device, ranks_of
 
 NAME = "overlap.mc2"
 aten = torch.ops.aten
@@ -98,13 +98,13 @@ def one_operator(gm: fx.GraphModule, context: Context, name: str, library: Libra
     starts = [n for n in gm.graph.nodes if is_start(n) and kind(n) in names]
     if not starts:
         return report.note_reason(f"no collective that {library.name} fuses with a product"), []
-    hardware, why = device(context.options)
+    hardware, why = deciding_device(context)
     if torch.are_deterministic_algorithms_enabled():
         hardware, why = None, INEXACT
     pairs: list[Pair] = []
     taken: set[fx.Node] = set()
     for start in starts:
-        pair = neighbour_product(start) if hardware is not None else f"no cost model: {why}" if why != INEXACT else why
+        pair = neighbour_product(start) if hardware is not None else why
         reason = pair if isinstance(pair, str) else library.refused(pair, hardware)
         if reason is None and pair.product in taken:
             reason = "its product is fused with another collective"

@@ -34,7 +34,7 @@ from mindspeed_fx.passes.overlap.chunking.chunk_spec import dense
 from mindspeed_fx.passes.overlap.chunking.region import has_static_sizes
 from mindspeed_fx.passes.overlap.decompose import INEXACT
 from mindspeed_fx.passes.overlap.mc2 import _waits, in_order, seconds_fused
-from mindspeed_fx.passes.overlap.model.costs import FUSED, device, ranks_of
+from mindspeed_fx.passes.overlap.model.costs import FUSED, deciding_device, ranks_of
 
 NAME = "overlap.mc2_experts"
 aten = torch.ops.aten
@@ -76,14 +76,12 @@ def overlap_mc2_experts(gm: fx.GraphModule, context: Context) -> PassReport:
     starts = [n for n in gm.graph.nodes if is_start(n) and kind(n) == "all_to_all_single"]
     if not starts:
         return report.note_reason("no all-to-all")
-    hardware, why = device(context.options)
+    hardware, why = deciding_device(context)
     if torch.are_deterministic_algorithms_enabled():
         hardware, why = None, INEXACT
     pairs: list[Found] = []
     for start in starts:
-        result = (
-            neighbour_product(start) if hardware is not None else f"no cost model: {why}" if why != INEXACT else why
-        )
+        result = neighbour_product(start) if hardware is not None else why
         reason = result if isinstance(result, str) else limit_broken(result, hardware.name)
         if reason is None and any(result.product is other.product for other in pairs):
             reason = "its product is fused with another all-to-all"

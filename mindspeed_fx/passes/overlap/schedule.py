@@ -11,7 +11,7 @@ import torch.fx as fx
 
 from mindspeed_fx.graph.collectives import is_blocking, is_start
 from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
-from mindspeed_fx.passes.overlap.model.costs import FUSED, cost_of, device
+from mindspeed_fx.passes.overlap.model.costs import FUSED, cost_of, deciding_device
 from mindspeed_fx.passes.overlap.model.reasons import reasons, share_hidden
 from mindspeed_fx.passes.overlap.model.simulator import Timeline, simulate
 from mindspeed_fx.passes.overlap.model.task_graph import LARGE, GraphTasks, cached_tasks, saved_activation
@@ -39,10 +39,11 @@ def overlap_schedule(gm: fx.GraphModule, context: Context) -> PassReport:
             )
     if not any(is_start(n) for n in gm.graph.nodes):
         return report.note_reason("no functional collectives")
-    hardware, why = device(context.options)
+    hardware, why = deciding_device(context)
     if hardware is None:
         starts = [n for n in gm.graph.nodes if is_start(n)]
-        report.skipped += [skip(str(n.target), n, f"no cost model: {why}") for n in starts]
+        report.skipped += [skip(str(n.target), n, why) for n in starts]
+        _check(report, gm, context)
         return report
     work = cached_tasks(
         gm,
@@ -61,9 +62,13 @@ def overlap_schedule(gm: fx.GraphModule, context: Context) -> PassReport:
     if after.order != before.order:
         work.apply(after.order)
     _tell(report, work, before, after)
+    _check(report, gm, context)
+    return report
+
+
+def _check(report: PassReport, gm: fx.GraphModule, context: Context) -> None:
     for group, digest in check_across_ranks(gm, context.side, context.options.deciding()).items():
         report.notes.append(f'group "{group}": order of collectives {digest}')
-    return report
 
 
 def _cached_schedule(context: Context, gm: fx.GraphModule, work: GraphTasks, limit: int) -> Timeline | None:

@@ -19,7 +19,7 @@ import torch
 import torch.fx as fx
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from mindspeed_fx.compat import dtensor, tracing
+from mindspeed_fx.compat import dtensor, tracing, uneven_shards
 from mindspeed_fx.compat.fake import hint
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.report.source import source_line
@@ -54,6 +54,9 @@ class ExpectedCollectives:
         """The one that is running."""
         self.backward = ""
         """Module, line and operator whose gradient is being computed."""
+        self.uneven = False
+        """Whether something is sent in parts of unequal sizes, so that graphs differ from rank to rank."""
+        self._padded = uneven_shards.padded_so_far()
         self._summed: set[tuple[fx.Node, int]] = set()
         self._sums: set[fx.Node] = set()
         """See :meth:`_read_sums`; of the mesh dimension that is being read."""
@@ -66,6 +69,10 @@ class ExpectedCollectives:
             yield self
         finally:
             _LISTENER.reset(token)
+
+    def traced(self) -> None:
+        """The program, and its gradient where it has one, is traced: what fails from here on is no gradient."""
+        self.backward, self.uneven = "", uneven_shards.padded_so_far() > self._padded
 
     def read(self, graph: fx.GraphModule, parameters: dict[fx.Node, tuple[str, DTensor, dict[int, str]]]) -> None:
         """Read the values of all nodes.

@@ -122,6 +122,7 @@ class Program(torch.nn.Module):
             },
         )
         results = pytree.tree_map_only(DTensor, self._leave, pytree.tree_map(padded.whole, results))
+        traffic.traced()
         return tuple(results) if isinstance(results, (tuple, list)) else results
 
     def _enter(self, x: Any, at_rest: Any, value: Value | None) -> Any:

@@ -19,6 +19,7 @@ from mindspeed_fx.graph.collectives import group_of, is_start, kind
 from mindspeed_fx.graph.schema import argument
 from mindspeed_fx.graph.storage import dense_bytes
 from mindspeed_fx.options import Options
+from mindspeed_fx.passes.base import Context
 from mindspeed_fx.passes.overlap.model.task_graph import CostOf
 
 _KINDS = {
@@ -69,6 +70,14 @@ def device(options: Options) -> tuple[Hardware | None, str]:
     """The device of the cost model: option "hardware", else the one at hand; or None and why there is none."""
     name, why = (options.hardware, "") if options.hardware else detect(options.target)
     return (hardware_named(name) if name else None), why
+
+
+def deciding_device(context: Context) -> tuple[Hardware | None, str]:
+    """The device by whose costs a graph is rewritten or ordered; or None and why nothing is decided by costs."""
+    if context.sharding is not None and context.sharding.program.traffic.uneven:
+        return None, "ranks share something unevenly: they have other sizes each, and would come to other orders"
+    hardware, why = device(context.options)
+    return hardware, f"no cost model: {why}"
 
 
 def transfer(node: fx.Node, hardware: Hardware, share: tuple[int, int] = (1, 1)) -> Collective:
