@@ -42,7 +42,7 @@ chunks by this share at least. Of 42 steps none comes out longer with it and FEW
 (benchmarks/results/2026-11-26-chunk_search.txt).
 """
 
-FEW = 4
+FEW = 2
 """Single regions, the most exposed first, that bring nothing one after the other before the rest is passed over."""
 
 
