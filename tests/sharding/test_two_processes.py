@@ -38,6 +38,7 @@ def worker(rank, store, scenarios):
                 "divided_loss",
                 "divided_loss_in_generated_code",
                 "uneven_in_generated_code",
+                "two_rings_in_generated_code",
                 "masks",
                 "masks_in_generated_code",
                 "experts",

@@ -360,9 +360,18 @@ class Modulated(torch.nn.Module):
 def uneven_gradients():
     """Three rows that every rank has whole, whose gradients are summed and shared unevenly: the graphs of two ranks
     have other slices, and their collectives one order."""
+    _trains_modulated()
+
+
+def two_rings_in_generated_code():
+    """Each layer keeps what its own ring came to."""
+    _trains_modulated(codegen="inductor")
+
+
+def _trains_modulated(**options):
     torch.manual_seed(0)
     reference = Modulated().double()
-    model, step = compiled(copy.deepcopy(reference), "cp", "ring", dynamic=False)
+    model, step = compiled(copy.deepcopy(reference), "cp", "ring", dynamic=False, **options)
     x, t = torch.randn(3, 16, 48, dtype=torch.float64), torch.randn(3, 32, dtype=torch.float64)
     reference(x, t).backward()
     step(x, t).backward()

@@ -50,8 +50,11 @@ def _statistics(lse: Tensor, order: list[int], heads: bool) -> Tensor:
 
 def _unfold(x: Tensor, order: list[int], like: Tensor) -> Tensor:
     """Back from [seq, batch, heads, ...] to the shape and layout of ``like``."""
-    x = x.reshape(*(like.shape[i] for i in order), *like.shape[3:])
-    return torch.empty_like(like).copy_(x.permute(*(order.index(i) for i in range(3)), *range(3, like.dim())))
+    x = x.reshape(*(like.shape[i] for i in order), *like.shape[3:]).to(like.dtype)
+    x = x.permute(*(order.index(i) for i in range(3)), *range(3, like.dim()))
+    laid_out = dense_order(like.stride())
+    x = x.permute(laid_out).clone(memory_format=torch.contiguous_format)
+    return x.permute([laid_out.index(i) for i in range(like.dim())])
 
 
 @lowering(ring_attention_update, "npu_ring_attention_update", _supports, ("npu_ring_attention_update",))
