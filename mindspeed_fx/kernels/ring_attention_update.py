@@ -35,7 +35,7 @@ def ring_attention_update(out: Tensor, lse: Tensor, block: Tensor, block_lse: Te
     """
     both = torch.logaddexp(lse, block_lse)
     old, new = (lse - both).exp().unsqueeze(-1), (block_lse - both).exp().unsqueeze(-1)
-    # Nothing is written into an empty tensor: of two such, generated code makes one. Products lie as their first factor.
+    # Nothing is written into an empty tensor: of two such generated code makes one. Products lie as their first factor.
     return (out * old + block * new).to(out.dtype), both
 
 

@@ -57,8 +57,8 @@ def test_calls_of_equal_shapes_with_other_arguments_missing():
 
 
 def test_no_reference_writes_into_an_empty_tensor():
-    """A reference is inlined where functions are pure: of two empty tensors that are alike generated code makes one, and
-    the second call's results would stand where the first one's are kept."""
+    """A reference is inlined where functions are pure: of two empty tensors that are alike generated code makes one,
+    and the second call's results would stand where the first one's are kept."""
     written, seen = set(), set()
     for operator, args in calls(2, 8, 4, 2, 8, 32, torch.float32):
         if operator.opaque:
