@@ -7,25 +7,28 @@ from typing import Any, Callable
 
 from torch.distributed.tensor import placement_types
 
-_PADDED = [0]
-_COUNTED: set[str] = set()
-
 
 def padded_so_far() -> int:
     """How often, in this process, DTensor filled up a rank's part before sending it, or cut what was filled up. Ranks
     whose part is the longest do less of it: their graphs lack slices that the others' have. Counted from the first call
     on; on every rank more than before, where a value was sent in parts of unequal sizes.
     """
-    for name in {"pad_tensor", "unpad_tensor"} - _COUNTED:
-        _COUNTED.add(name)
-        setattr(placement_types, name, _counted(getattr(placement_types, name)))
-    return _PADDED[0]
+    return _counter()[0]
 
 
-def _counted(function: Callable) -> Callable:
-    @functools.wraps(function)
-    def counted(tensor: Any, dim: int, size: Any) -> Any:
-        _PADDED[0] += isinstance(size, int) and size > 0
-        return function(tensor, dim, size)
+@functools.cache
+def _counter() -> list[int]:
+    """One number, which DTensor's padding counts up from here on."""
+    times = [0]
 
-    return counted
+    def counted(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def call(tensor: Any, dim: int, size: Any) -> Any:
+            times[0] += isinstance(size, int) and size > 0
+            return function(tensor, dim, size)
+
+        return call
+
+    for name in ("pad_tensor", "unpad_tensor"):
+        setattr(placement_types, name, counted(getattr(placement_types, name)))
+    return times
