@@ -32,6 +32,9 @@ from mindspeed_fx.partition import written_inputs
 from mindspeed_fx.partition.offload import move
 from mindspeed_fx.partition.order import prepare_early
 from mindspeed_fx.partition.partitioner import Partitioner
+from mindspeed_fx.partition.shorten import shorten
+from mindspeed_fx.partition.stretch import LayersDiffer
+from mindspeed_fx.partition.unroll import unroll
 from mindspeed_fx.passes import overlap, registered
 from mindspeed_fx.passes.overlap.model.step_lanes import record_lanes
 from mindspeed_fx.passes.runner import Pipeline
@@ -73,7 +76,12 @@ def mindspeed(
     dynamo.while_compiling(mindspeed, without_collection)
     resolved = Options.parse(options).resolve(device_of(example_inputs))
     is_meta = {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)} == {"meta"}
-    return Compilation(resolved, is_meta).compile(gm, example_inputs)
+    import os
+    try:
+        return Compilation(resolved, is_meta, whole=bool(os.environ.get('WHOLE'))).compile(gm, example_inputs)
+    except LayersDiffer as e:
+        print("DIFFER LATER", e)
+        return Compilation(resolved, is_meta, whole=True).compile(gm, example_inputs)
 
 
 def device_of(example_inputs: Sequence[Any]) -> str:
@@ -86,8 +94,9 @@ def device_of(example_inputs: Sequence[Any]) -> str:
 class Compilation:
     """One Dynamo graph on its way; holds what the hooks share."""
 
-    def __init__(self, options: Options, is_meta: bool = False):
+    def __init__(self, options: Options, is_meta: bool = False, whole: bool = False):
         self.options = options
+        self.whole, self.short = whole, None
         self.generates = options.codegen == "inductor" and not is_meta
         """False on the meta device too: before it calls passes, Inductor leaves empty outputs of such a graph alone."""
         self.averaged: list = []
@@ -119,6 +128,12 @@ class Compilation:
         try:
             with self._timed("compile"), self._progress(), without_collection(), fake.remembering_calls():
                 copy = graph_inputs.copy_dynamo_graph(gm)
+                if not self.whole and not sharding_plan(copy):
+                    try:
+                        self.short = shorten(copy, inputs)
+                        copy, inputs = self.short.gm, self.short.short_inputs
+                    except LayersDiffer as e:
+                        print("DIFF", e)
                 compiled = self._compile(copy, inputs)
                 graph_inputs.drop_owner(copy)
         except BaseException:
@@ -151,6 +166,7 @@ class Compilation:
         if self.options.codegen == "npugraph_ex" and (why := npu.problem()):
             raise OptionError(f'option "codegen" is "npugraph_ex": {why}')
         name = identity(self.options) + self.gathers.identity + self.freed.identity
+        name += self.short.identity if self.short else ""
         # A plan's local program is traced from the captured graph, so that capture can't wait for Inductor's hook.
         captured_by_hook = _Captured(self, gm, name) if self.generates and not plan else None
         if captured_by_hook is None:
@@ -273,7 +289,7 @@ class Compilation:
 
     def partitioner(self, name: str = "") -> Partitioner:
         """Cuts a joint graph into forward and backward, as the passes of stage "partition" decide."""
-        return Partitioner(self.prepare_joint, self.decide, self.move, self.options.memory_budget, name)
+        return Partitioner(self.prepare_joint, self.decide, self.move, self.options.memory_budget, name, self.short)
 
     def decide(self, graph: fx.Graph, nodes: Any) -> list[fx.Node] | None:
         """What the forward saves; under a budget, what prepares the backward runs where its inputs are made."""
@@ -338,6 +354,8 @@ class Compilation:
     def run_inductor(self, gm: fx.GraphModule, inputs: Sequence[Any], compile: Callable, **kwargs: Any) -> Any:
         side = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
         with self._progress(), without_collection():
+            if side == "inference" and self.short is not None:
+                inputs = unroll(gm, self.short, inputs)
             with dynamo.alone():
                 self.finish_side(gm, side)
             if recorder.is_modelling():
@@ -362,6 +380,10 @@ class Compilation:
             self.record.stages.update({stage: self.readable(gm)} if text else {})
             self.record.calls.update({stage: read(gm)} if stage != "dynamo" else {})
             record_lanes(self.record, stage)
+
+
+def sharding_plan(gm):
+    return False
 
 
 class _Captured(inductor_compat.CustomPass):

@@ -216,3 +216,37 @@ def memory_order(x: torch.Tensor) -> list[int]:
 
     order = order_of(x, _skip_checks=True)
     return list(order[0] if isinstance(order, tuple) else order)  # torch 2.11 tells no ambiguity
+
+
+# --------------------------------------------------------------------------- values of copied calls
+
+
+def past_modes() -> Any:
+    """A context in which no mode sees what is called; :func:`fresh` takes a tenth of its time there."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+def match_storages(old: Any, new: Any, storages: dict[int, Any]) -> None:
+    """Note that what lies in the memory of ``old`` lies in that of ``new`` for a copy of a call."""
+    for a, b in zip(pytree.tree_leaves(old), pytree.tree_leaves(new)):
+        if isinstance(a, torch.Tensor):
+            storages.setdefault(storage_of(a), b.untyped_storage())
+
+
+def fresh(value: Any, storages: dict[int, Any]) -> Any:
+    """A fake value like ``value`` for a copy of the call that makes it: of its sizes, strides and type, in the memory
+    that ``storages`` names for the memory of ``value``, else in memory of its own, which is added there.
+    """
+    return _fresh(value, storages) if is_fake(value) else pytree.tree_map_only(is_fake, lambda x: _fresh(x, storages), value)
+
+
+def _fresh(x: Any, storages: dict[int, Any]) -> torch.Tensor:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    storage = storages.get(storage_of(x))
+    if storage is None:
+        storage = storages[storage_of(x)] = torch.UntypedStorage(x.untyped_storage().nbytes(), device="meta")
+    on_meta = torch.empty(0, dtype=x.dtype, device="meta").set_(storage, x.storage_offset(), x.size(), x.stride())
+    return FakeTensor(x.fake_mode, on_meta, x.fake_device)

@@ -12,6 +12,7 @@ from typing import Any, Callable, Sequence
 import torch.fx as fx
 
 from mindspeed_fx.compat import inductor, partitioner
+from mindspeed_fx.partition.unroll import unroll
 from mindspeed_fx.partition.max_flow import ENDLESS, SINK, SOURCE, Network
 
 
@@ -34,7 +35,9 @@ class Partitioner(inductor.CustomPartitioner):
         finish: Callable[[fx.GraphModule, fx.GraphModule], None],
         memory_budget: float | int | str | None,
         identity: str,
+        short=None,
     ):
+        self.short = short
         self.prepare, self.decide, self.finish, self.memory_budget, self.identity = (
             prepare,
             decide,
@@ -47,6 +50,9 @@ class Partitioner(inductor.CustomPartitioner):
         self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         self.prepare(gm)
+        if self.short is not None:
+            joint_inputs[0][:] = unroll(gm, self.short, joint_inputs[0])
+            kwargs["static_lifetime_input_indices"] = list(range(0))
         forward, backward = partitioner.partition(
             gm,
             joint_inputs,

@@ -58,10 +58,8 @@ def repeats(graph: fx.Graph) -> list[Repeat]:
 def _longest(calls: Sequence[fx.Node]) -> tuple[int, int, Repeat] | None:
     """The repetition that saves most calls, with its bounds in ``calls``."""
     numbers: dict[Any, int] = {}
-    words = [numbers.setdefault(_word(n), len(numbers)) for n in calls]
-    stretches = [s for period in _periods(words) for s in _stretches(words, period)]
-    stretches.sort(key=lambda s: -(s[1] - s[0] - s[2]))
-    for start, end, period in stretches:
+    words = [numbers.setdefault(n if is_alone(n) else word(n), len(numbers)) for n in calls]
+    for start, end, period in stretches(words):
         if (result := _divide(calls, start, end, period)) is not None:
             return result
     return None
@@ -77,16 +75,13 @@ def is_alone(node: fx.Node) -> bool:
     return talks or draws or op_sets.may_write(node.target)
 
 
-def _word(node: fx.Node) -> Any:
+def word(node: fx.Node) -> Any:
     """Equal for two calls of one operator with the same constants on values of the same sizes, types and layouts."""
-    if is_alone(node):
-        return node
-    arguments = fx.map_arg((node.args, node.kwargs), lambda n: "*")
-    return node.target, str(arguments), _value(node)
+    return node.target, str(fx.map_arg((node.args, node.kwargs), lambda n: "*")), value(node)
 
 
-def _value(node: fx.Node) -> str:
-    leaves = pytree.tree_leaves(node.meta.get("val"))
+def value(node: fx.Node) -> str:
+    leaves = pytree.tree_leaves(node.meta.get("val", node.meta.get("example_value")))
     return str([(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else x for x in leaves])
 
 
@@ -102,8 +97,13 @@ def _periods(words: Sequence[int]) -> list[int]:
     return list(dict.fromkeys(n * distance for n in range(1, MULTIPLES + 1) for distance in single))
 
 
-def _stretches(words: Sequence[int], period: int) -> Iterable[tuple[int, int, int]]:
-    """(start, end, period) wherever calls repeat at least :data:`LEAST_LAYERS` times."""
+def stretches(words: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(start, end, period) wherever calls repeat at least :data:`LEAST_LAYERS` times, that which saves most first."""
+    every = [s for period in _periods(words) for s in _stretches_of(words, period)]
+    return sorted(every, key=lambda s: -(s[1] - s[0] - s[2]))
+
+
+def _stretches_of(words: Sequence[int], period: int) -> Iterable[tuple[int, int, int]]:
     start = 0
     for i in range(len(words) - period + 1):
         if i < len(words) - period and words[i] == words[i + period]:
@@ -124,7 +124,7 @@ def _divide(calls: Sequence[fx.Node], start: int, end: int, period: int) -> tupl
         if count >= LEAST_LAYERS:
             losses.append((_loss(calls[: middle + shift], period, place, depth), -count, shift))
     for _, _, shift in sorted(losses):
-        first, last, layers = _alike(calls, start + shift, end, period)
+        first, last, layers = alike(calls, start + shift, end, period)
         if len(layers) >= LEAST_LAYERS:
             repeat = _repeat(layers)
             values = [layers[0][i] for i in repeat.outputs] + [n for inputs in repeat.inputs for n in inputs]
@@ -157,7 +157,7 @@ def _loss(before: Sequence[fx.Node], period: int, place: dict[fx.Node, int], dep
     return lost
 
 
-def _alike(calls: Sequence[fx.Node], start: int, end: int, period: int) -> tuple[int, int, list[tuple[fx.Node, ...]]]:
+def alike(calls: Sequence[fx.Node], start: int, end: int, period: int) -> tuple[int, int, list[tuple[fx.Node, ...]]]:
     """The most neighbours among the stretch's periods whose calls read one another at the same places."""
     best: tuple[int, int] = (0, 0)
     first, sign = start, None
@@ -175,23 +175,23 @@ def _alike(calls: Sequence[fx.Node], start: int, end: int, period: int) -> tuple
 def _wiring(layer: Sequence[fx.Node]) -> Any:
     """Of every argument of a layer's calls: the call of the layer that it is, or what another value is like."""
     place = {n: i for i, n in enumerate(layer)}
-    return [[place.get(a, None if a in place else _value(a)) for a in _arguments(n)] for n in layer]
+    return [[place.get(a, None if a in place else value(a)) for a in arguments(n)] for n in layer]
 
 
-def _arguments(node: fx.Node) -> list[fx.Node]:
+def arguments(node: fx.Node) -> list[fx.Node]:
     """In the order in which they are written, those written twice twice."""
-    arguments: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), lambda n: arguments.append(n) or n)
-    return arguments
+    nodes: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), lambda n: nodes.append(n) or n)
+    return nodes
 
 
 def _repeat(layers: list[tuple[fx.Node, ...]]) -> Repeat:
     inside = [set(layer) for layer in layers]
     slots: dict[tuple[fx.Node, ...], None] = {}
     for calls in zip(*layers):
-        for arguments in zip(*map(_arguments, calls)):
-            if arguments[0] not in inside[0]:
-                slots[arguments] = None
+        for read in zip(*map(arguments, calls)):
+            if read[0] not in inside[0]:
+                slots[read] = None
     outputs = set()
     for layer, own in zip(layers, inside):
         place = {n: i for i, n in enumerate(layer)}

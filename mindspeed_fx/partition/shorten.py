@@ -1,0 +1,150 @@
+"""Dynamo's graph of a model of many layers that are alike -> the graph of one with :data:`KEPT` of them, to be unrolled
+(:mod:`mindspeed_fx.partition.unroll`) when the calls of a layer are what is compiled.
+
+Capture, fusion and differentiation then take the time of four layers. That all middle layers end as the same calls is
+not assumed: unrolling looks at the two in the middle, and where it finds a difference, or a reader of one layer alone,
+the whole graph is compiled as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Hashable, Sequence
+
+import torch
+import torch.fx as fx
+
+from mindspeed_fx.compat import fake, graph_inputs
+from mindspeed_fx.partition.stretch import LayersDiffer, Source, Stretch, longest, source
+
+KEPT = 4
+"""Layers: two before and two behind those that are left out."""
+BEFORE = KEPT // 2
+LEAST_LEFT_OUT = 4
+"""Layers: leaving out fewer saves less than looking for them costs."""
+
+
+@dataclass(frozen=True)
+class Shortened:
+    """A graph of fewer layers, and which inputs the whole one has."""
+
+    gm: fx.GraphModule
+    left_out: int
+    inputs: tuple[Any, ...]
+    """Of the whole graph."""
+    kept: tuple[int, ...]
+    """Of each input of the short graph its position in the whole one."""
+    own: dict[int, tuple[int, Hashable]]
+    """Position in the whole graph of an input that each layer has for itself -> (layer, its name in every layer)."""
+
+    @property
+    def short_inputs(self) -> list[Any]:
+        return [self.inputs[i] for i in self.kept]
+
+    @property
+    def identity(self) -> str:
+        """What compile caches must know besides the short graph."""
+        return f"-{self.left_out} more layers of {len(self.inputs)} inputs: {sorted(self.own.items())}"
+
+
+def shorten(gm: fx.GraphModule, inputs: Sequence[Any]) -> Shortened:
+    """The graph without its middle layers; ``gm`` stays as it is.
+
+    Args:
+        gm: Dynamo graph.
+        inputs: its fake inputs.
+
+    Raises:
+        LayersDiffer: there are too few layers, or they are not alike; says why.
+    """
+    if any(fake.has_symbols(x) or isinstance(x, torch.SymInt) for x in inputs):
+        raise LayersDiffer("sizes are symbols")
+    short = graph_inputs.copy_dynamo_graph(gm)
+    if any(n.op == "call_module" for n in short.graph.nodes):
+        raise LayersDiffer("the graph calls modules")
+    found = longest([n for n in short.graph.nodes if n.op in ("call_function", "call_method")])
+    layers = found[2].layers if found else []
+    left_out = len(layers) - KEPT
+    if found is None or left_out < LEAST_LEFT_OUT:
+        raise LayersDiffer(f"{len(layers)} neighbouring layers are alike, fewer than {KEPT + LEAST_LEFT_OUT}")
+    stretch = found[2]
+    placeholders = short.graph.find_nodes(op="placeholder")
+    position = {n: i for i, n in enumerate(placeholders)}
+    own = _own_inputs(stretch, position, inputs)
+    _check_readers(stretch, own)
+    _leave_out(short.graph, stretch, own)
+    kept = tuple(i for n, i in position.items() if own.get(n, (0, ""))[0] not in _middle(stretch))
+    return Shortened(short, left_out, tuple(inputs), kept, {position[n]: where for n, where in own.items()})
+
+
+def _middle(stretch: Stretch) -> range:
+    return range(BEFORE, len(stretch.layers) - (KEPT - BEFORE))
+
+
+def _own_inputs(
+    stretch: Stretch, position: dict[fx.Node, int], inputs: Sequence[Any]
+) -> dict[fx.Node, tuple[int, Hashable]]:
+    """The inputs that each layer has for itself, with the layer and a name; all else that a layer reads is the same in
+    all, or made by the layer before it."""
+    own: dict[fx.Node, tuple[int, Hashable]] = {}
+    for name, nodes in stretch.reads():
+        if all(n is nodes[0] for n in nodes):
+            if nodes[0] in stretch.place:
+                raise LayersDiffer(f"all layers read {nodes[0].name} of one")
+        elif all(n in position for n in nodes):
+            if len({_kind(inputs[position[n]]) for n in nodes}) > 1 or len(set(nodes)) < len(nodes):
+                raise LayersDiffer(f"the inputs {nodes[0].name} and {nodes[1].name} of two layers are not alike")
+            for i, n in enumerate(nodes):
+                if own.setdefault(n, (i, name))[0] != i:
+                    raise LayersDiffer(f"two layers read {n.name}")
+        elif source(nodes, lambda n: _made(stretch, n)) != _before(stretch, nodes[1]):
+            raise LayersDiffer(f"{nodes[1].name} is not of the layer before")
+    return own
+
+
+def _made(stretch: Stretch, node: fx.Node) -> tuple[Hashable, int, int] | None:
+    if node not in stretch.place:
+        return None
+    layer, call = stretch.place[node]
+    return call, layer, len(stretch.layers)
+
+
+def _before(stretch: Stretch, node: fx.Node) -> Source:
+    return Source(stretch.place[node][1], 1, -1)
+
+
+def _kind(value: Any) -> Any:
+    """What compiled code knows of an input."""
+    if not isinstance(value, torch.Tensor):
+        return type(value), value
+    if torch.utils._python_dispatch.is_traceable_wrapper_subclass(value):
+        raise LayersDiffer("inputs are tensors of other classes")
+    static = getattr(value, "_dynamo_static_input_type", None)
+    layout = value.shape, value.stride(), value.storage_offset(), value.dtype, value.device, value.layout
+    return *layout, value.requires_grad, value.is_leaf, isinstance(value, torch.nn.Parameter), static
+
+
+def _check_readers(stretch: Stretch, own: dict[fx.Node, tuple[int, Hashable]]) -> None:
+    """Nothing but the next layer reads what a layer that is left out makes, or the last before them."""
+    for i in (_middle(stretch).start - 1, *_middle(stretch)):
+        for node in stretch.layers[i]:
+            if any(stretch.place.get(user, (-1, 0))[0] not in (i, i + 1) for user in node.users):
+                raise LayersDiffer(f"{node.name} of a layer is read outside of the next")
+    for node, (i, _) in own.items():
+        if any(stretch.place.get(user, (-1, 0))[0] != i for user in node.users):
+            raise LayersDiffer(f"{node.name} of a layer is read outside of it")
+
+
+def _leave_out(graph: fx.Graph, stretch: Stretch, own: dict[fx.Node, tuple[int, Hashable]]) -> None:
+    middle = _middle(stretch)
+    last = stretch.layers[middle.stop - 1]
+    for node, standing_in in zip(last, stretch.layers[middle.start - 1]):
+        node.replace_all_uses_with(
+            standing_in, delete_user_cb=lambda user: stretch.place[user][0] == middle.stop, propagate_meta=False
+        )
+    for i in reversed(middle):
+        for node in reversed(stretch.layers[i]):
+            graph.erase_node(node)
+    for node, (i, _) in own.items():
+        if i in middle:
+            graph.erase_node(node)

@@ -1,0 +1,240 @@
+"""The graph of a model of four layers -> that of the whole model: the second half of
+:mod:`mindspeed_fx.partition.shorten`.
+
+A joint graph has its layers twice, forward and, in the other order, backward; an inference graph once. Each such
+stretch gets copies of its second layer behind it. What a copy reads follows from what the layers beside it read: the
+input of its own number, what the layer before it makes, what its own forward made, or what all share. Where that cannot
+be said of an argument, or anything else reads a layer between the outer ones, :class:`LayersDiffer` is raised.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, Hashable, Iterator, Sequence
+
+import torch
+import torch.fx as fx
+from torch.utils import _pytree as pytree
+
+from mindspeed_fx.compat import aot_inputs, fake, partitioner
+from mindspeed_fx.partition import repeats
+from mindspeed_fx.partition.shorten import BEFORE, KEPT, Shortened
+from mindspeed_fx.partition.stretch import LayersDiffer, Row, Source, Stretch, longest, source
+
+
+def unroll(gm: fx.GraphModule, short: Shortened, inputs: Sequence[Any]) -> list[Any]:
+    """Give ``gm`` the layers that ``short`` left out, in place, and its compiled form their inputs.
+
+    Args:
+        gm: joint or inference graph traced from ``short.gm``; nodes have ``meta["val"]``.
+        inputs: what it was traced with.
+
+    Returns:
+        What the whole graph is compiled with.
+
+    Raises:
+        LayersDiffer: its layers are not alike, or are read one by one.
+    """
+    if why := aot_inputs.why_fixed():
+        raise LayersDiffer(why)
+    whole = _Unrolled(gm.graph, short)
+    with fake.past_modes():
+        whole.add_inputs()
+        for stretch in whole.stretches:
+            whole.add_layers(stretch)
+    whole.rewire()
+    whole.add_gradients()
+    gm.graph.lint()
+    like = [whole.like(i) for i in range(len(short.inputs))]
+    aot_inputs.give_inputs(like, short.kept)
+    values = {p: node.meta["val"] for p, node in whole.inputs.items()} | dict(zip(short.kept, inputs, strict=True))
+    return [values[p] for p in range(len(short.inputs))]
+
+
+class _Unrolled:
+    """A graph on its way from few layers to all. Layers have their number in the whole model, but of the stretches as
+    they were found."""
+
+    def __init__(self, graph: fx.Graph, short: Shortened):
+        self.graph, self.short, self.more = graph, short, short.left_out
+        self.inputs = dict(zip(short.kept, (n for n in graph.nodes if partitioner.is_input(n)), strict=True))
+        """Of each position among the whole model's inputs its placeholder."""
+        self.own = {self.inputs[p]: (self._shortened(i), name) for p, (i, name) in short.own.items() if p in self.inputs}
+        """Of each placeholder that layers have for themselves: number among the kept layers, and name."""
+        self.position = {(i, name): p for p, (i, name) in short.own.items()}
+        self.stretches = self._find()
+        self.sources = {s: dict(self._sources(s)) for s in self.stretches}
+        self._check_readers()
+        self.layers: dict[Stretch, list[list[fx.Node]]] = {}
+
+    def _shortened(self, layer: int) -> int:
+        return layer if layer < BEFORE else layer - self.more
+
+    def _find(self) -> list[Stretch]:
+        """The stretches that read inputs of layers, in order."""
+        pieces = [[n for n in self.graph.nodes if n.op == "call_function"]]
+        found: list[tuple[int, Stretch]] = []
+        place = {n: i for i, n in enumerate(pieces[0])}
+        while pieces:
+            piece = pieces.pop()
+            if (stretch := longest(piece)) is not None:
+                start, end, layers = stretch
+                if any(a in self.own for calls in layers.layers for n in calls for a in n.all_input_nodes):
+                    found.append((place[piece[start]], layers))
+                pieces += [p for p in (piece[:start], piece[end:]) if len(p) >= repeats.LEAST_CALLS * 3]
+        if not found:
+            raise LayersDiffer("no layers are alike once they are traced")
+        return [s for _, s in sorted(found, key=lambda f: f[0])]
+
+    def _member(self, node: Any) -> tuple[Row, int, int] | None:
+        if node in self.own:
+            layer, name = self.own[node]
+            return ("input", name), layer, KEPT
+        for number, stretch in enumerate(self.stretches):
+            if node in stretch.place:
+                layer, call = stretch.place[node]
+                return (number, call), layer, len(stretch.layers)
+        return None
+
+    def _sources(self, stretch: Stretch) -> Iterator[tuple[tuple[int, int], Source]]:
+        for where, nodes in stretch.reads():
+            yield where, source(nodes, self._member)
+
+    def _check_readers(self) -> None:
+        """Of every stretch, and of the inputs of layers, one layer between the outer ones is read by layers alone: what
+        reads others is of layers that are cut, not of all. Gradients leave as such.
+        """
+        within = {n for s in self.stretches for n in s.place}
+        output = self.graph.output_node()
+        results = set(output.args[0][: len(output.args[0]) - self._gradients()])
+
+        def read_outside(node: fx.Node) -> bool:
+            return node in results or any(u not in within and u is not output for u in node.users)
+
+        inputs = [[n for n, (i, _) in self.own.items() if i == layer] for layer in range(KEPT)]
+        for layers in (inputs, *(s.layers for s in self.stretches)):
+            if all(any(map(read_outside, nodes)) for nodes in layers[1:-1]):
+                read = next(filter(read_outside, layers[1]))
+                raise LayersDiffer(f"{read.name} of a layer is read by what is of no layer")
+
+    def _gradients(self) -> int:
+        """How many results of the graph are gradients."""
+        is_joint = any(n.op == "placeholder" and not partitioner.is_input(n) for n in self.graph.nodes)
+        return len(self.inputs) if is_joint else 0
+
+    # ------------------------------------------------------------ what a layer of the whole model reads
+
+    def _read(self, found: Source, layer: int) -> fx.Node | None:
+        """What layer ``layer`` reads where ``found`` says so; None where it is an outer one that reads something else.
+        """
+        if found.row is None:
+            return found.node
+        kind, name = found.row  # type: ignore[misc]
+        number = found.sign * layer + found.shift + (self.more if found.sign < 0 else 0)
+        if kind == "input":
+            position = self.position.get((number, name))
+            return None if position is None else self.inputs[position]
+        layers = self.layers[self.stretches[kind]]
+        return layers[number][name] if 0 <= number < len(layers) else None
+
+    def like(self, position: int) -> int:
+        """The input of the short graph that an input of the whole one is treated as."""
+        if position in self.short.kept:
+            return self.short.kept.index(position)
+        _, name = self.short.own[position]
+        return self.short.kept.index(self.position[BEFORE - 1, name])
+
+    # ------------------------------------------------------------ steps
+
+    def add_inputs(self) -> None:
+        """A placeholder for each input of the whole model, in their order, before all else."""
+        taken = {n.name for n in self.graph.nodes}
+        names = (name for i in itertools.count(len(self.inputs) + 1) if (name := f"primals_{i}") not in taken)
+        for p in reversed(range(len(self.short.inputs))):
+            first = next(iter(self.graph.nodes))
+            if p not in self.inputs:
+                template = self.inputs[self.short.kept[self.like(p)]]
+                with self.graph.inserting_before(first):
+                    self.inputs[p] = self.graph.placeholder(next(names))
+                self.inputs[p].meta = {**template.meta, "val": fake.fresh(template.meta["val"], {})}
+            elif self.inputs[p] is not first:
+                first.prepend(self.inputs[p])
+            if "desc" in self.inputs[p].meta:
+                self.inputs[p].meta["desc"] = aot_inputs.renumber(self.inputs[p].meta["desc"], p)
+
+    def add_layers(self, stretch: Stretch) -> None:
+        """Copies of the stretch's second layer behind it."""
+        template = stretch.layers[BEFORE - 1]
+        layers = self.layers[stretch] = stretch.layers[:BEFORE]
+        rows = [repeats.arguments(n) for n in template]
+        inside = {n: k for k, n in enumerate(template)}
+        with self.graph.inserting_before(stretch.layers[BEFORE][0]):
+            for layer in range(BEFORE, BEFORE + self.more):
+                calls: list[fx.Node] = []
+                layers.append(calls)
+                storages: dict[int, torch.Tensor] = {}
+                for k, node in enumerate(template):
+                    new_arguments = []
+                    for j, old in enumerate(rows[k]):
+                        found = self.sources[stretch].get((k, j))
+                        new = calls[inside[old]] if found is None else self._read(found, layer)
+                        if new is None:
+                            raise LayersDiffer(f"{node.name} reads {old.name}, which not every layer has")
+                        fake.match_storages(old.meta["val"], new.meta["val"], storages)
+                        new_arguments.append(new)
+                    calls.append(_copy(self.graph, node, new_arguments))
+                    calls[-1].meta["val"] = fake.fresh(node.meta["val"], storages)
+        layers += stretch.layers[BEFORE:]
+
+    def rewire(self) -> None:
+        """What the layers that were there read now that there are more."""
+        for stretch in self.stretches:
+            for (k, j), found in self.sources[stretch].items():
+                for layer, calls in enumerate(self.layers[stretch]):
+                    new = self._read(found, layer)
+                    if new is not None and repeats.arguments(calls[k])[j] is not new:
+                        changed = repeats.arguments(calls[k])
+                        changed[j] = new
+                        _set_arguments(calls[k], changed)
+
+    def add_gradients(self) -> None:
+        """The gradients of all inputs, in their order."""
+        if not (count := self._gradients()):
+            return
+        output = self.graph.output_node()
+        count = len(self.short.kept)
+        results = list(output.args[0])
+        split = len(results) - count
+        gradients: dict[int, Any] = dict(zip(self.short.kept, results[split:]))
+        for name in {name for _, name in self.short.own.values()}:
+            kept = [p for (i, own), p in sorted(self.position.items(), key=str) if own == name and p in gradients]
+            kept.sort(key=lambda p: self.short.own[p][0])
+            found = source([gradients[p] for p in kept], self._member)
+            for (layer, own), p in self.position.items():
+                if own == name and (p not in gradients or found.row is not None):
+                    new = self._read(found, layer)
+                    if new is None and p not in gradients and found.row is not None:
+                        raise LayersDiffer(f"the gradient of {name} is not made in every layer")
+                    gradients[p] = gradients.get(p) if new is None else new
+        every = range(len(self.short.inputs))
+        output.args = (type(output.args[0])([*results[:split], *(gradients[p] for p in every)]),)
+        if "desc" in output.meta:
+            output.meta["desc"] = self._descriptions(output.meta["desc"], split)
+
+    def _descriptions(self, old: Any, split: int) -> list[Any]:
+        leaves = pytree.tree_leaves(old, is_leaf=lambda x: x is None)
+        every = range(len(self.short.inputs))
+        return [*leaves[:split], *(aot_inputs.renumber(leaves[split + self.like(p)], p) for p in every)]
+
+
+def _copy(graph: fx.Graph, node: fx.Node, arguments: Sequence[fx.Node]) -> fx.Node:
+    following = iter(arguments)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(following))
+    new = graph.create_node(node.op, node.target, args, kwargs, node.name)
+    new.meta = dict(node.meta)
+    return new
+
+
+def _set_arguments(node: fx.Node, arguments: Sequence[fx.Node]) -> None:
+    following = iter(arguments)
+    node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(following))
