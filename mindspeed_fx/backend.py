@@ -9,8 +9,6 @@ With codegen "inductor" the steps sit in Inductor's hooks (one composite object 
 
 from __future__ import annotations
 
-import hashlib
-import json
 from typing import Any, Callable, Sequence
 
 import torch
@@ -24,18 +22,19 @@ from mindspeed_fx.cost.hardware import detect
 from mindspeed_fx.cost.read import read
 from mindspeed_fx.errors import OptionError
 from mindspeed_fx.garbage import without_collection
+from mindspeed_fx.hooks import CapturedPasses, identity
 from mindspeed_fx.kernels.lower import lower
 from mindspeed_fx.kernels.npu import acl_graph
-from mindspeed_fx.modules import package_hash
 from mindspeed_fx.options import Options
 from mindspeed_fx.partition import written_inputs
 from mindspeed_fx.partition.offload import move
 from mindspeed_fx.partition.order import prepare_early
 from mindspeed_fx.partition.partitioner import Partitioner
-from mindspeed_fx.partition.shorten import shorten
+from mindspeed_fx.partition.shorten import Shortened, shorten
 from mindspeed_fx.partition.stretch import LayersDiffer
 from mindspeed_fx.partition.unroll import unroll
-from mindspeed_fx.passes import overlap, registered
+from mindspeed_fx.passes import overlap
+from mindspeed_fx.passes.lowering import repeated_layers
 from mindspeed_fx.passes.overlap.model.step_lanes import record_lanes
 from mindspeed_fx.passes.runner import Pipeline
 from mindspeed_fx.report import progress, recorder
@@ -74,29 +73,22 @@ def mindspeed(
             f'mode={mode!r} is not supported by the mindspeed backend; give options={{"inductor": {{...}}}} instead'
         )
     dynamo.while_compiling(mindspeed, without_collection)
-    resolved = Options.parse(options).resolve(device_of(example_inputs))
+    resolved = Options.parse(options).resolve(graph_inputs.device_of(example_inputs))
     is_meta = {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)} == {"meta"}
-    import os
     try:
-        return Compilation(resolved, is_meta, whole=bool(os.environ.get('WHOLE'))).compile(gm, example_inputs)
-    except LayersDiffer as e:
-        print("DIFFER LATER", e)
-        return Compilation(resolved, is_meta, whole=True).compile(gm, example_inputs)
-
-
-def device_of(example_inputs: Sequence[Any]) -> str:
-    """Target of a graph: the device type of its inputs, "npu" for torch_npu's; "cpu" without tensors."""
-    types = {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)} - {"cpu", "meta"}
-    device = sorted(types)[0] if types else "cpu"
-    return "npu" if device == "privateuseone" else device
+        return Compilation(resolved, is_meta, whole="").compile(gm, example_inputs)
+    except LayersDiffer as why:  # of the graphs that were traced from a few of the layers
+        return Compilation(resolved, is_meta, whole=str(why)).compile(gm, example_inputs)
 
 
 class Compilation:
     """One Dynamo graph on its way; holds what the hooks share."""
 
-    def __init__(self, options: Options, is_meta: bool = False, whole: bool = False):
+    def __init__(self, options: Options, is_meta: bool = False, whole: str = "of a stage"):
         self.options = options
-        self.whole, self.short = whole, None
+        self.whole = whole
+        """Why every layer is traced; empty where some may be copies of others."""
+        self.shortened: Shortened | None = None
         self.generates = options.codegen == "inductor" and not is_meta
         """False on the meta device too: before it calls passes, Inductor leaves empty outputs of such a graph alone."""
         self.averaged: list = []
@@ -128,12 +120,6 @@ class Compilation:
         try:
             with self._timed("compile"), self._progress(), without_collection(), fake.remembering_calls():
                 copy = graph_inputs.copy_dynamo_graph(gm)
-                if not self.whole and not sharding_plan(copy):
-                    try:
-                        self.short = shorten(copy, inputs)
-                        copy, inputs = self.short.gm, self.short.short_inputs
-                    except LayersDiffer as e:
-                        print("DIFF", e)
                 compiled = self._compile(copy, inputs)
                 graph_inputs.drop_owner(copy)
         except BaseException:
@@ -159,6 +145,7 @@ class Compilation:
         self.takes_turns = turns.take(inputs, self.options.codegen)
         if self.steps is not None:
             inputs = self.steps.inputs
+        gm, inputs = self._leave_out_layers(gm, inputs)
         table = None
         if self.options.target == "npu":
             npu.accept_aliases()
@@ -166,9 +153,9 @@ class Compilation:
         if self.options.codegen == "npugraph_ex" and (why := npu.problem()):
             raise OptionError(f'option "codegen" is "npugraph_ex": {why}')
         name = identity(self.options) + self.gathers.identity + self.freed.identity
-        name += self.short.identity if self.short else ""
+        name += self.shortened.identity if self.shortened else ""
         # A plan's local program is traced from the captured graph, so that capture can't wait for Inductor's hook.
-        captured_by_hook = _Captured(self, gm, name) if self.generates and not plan else None
+        captured_by_hook = CapturedPasses(self.capture, gm, name) if self.generates and not plan else None
         if captured_by_hook is None:
             with sharding.reading_loops(plan.sharding if plan else None):
                 self.capture(gm)
@@ -206,6 +193,35 @@ class Compilation:
                 **hooks,
             )
         )
+
+    def _leave_out_layers(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, Sequence[Any]]:
+        """The graph without layers that are like others, which come back before it is cut; where a layer may matter for
+        itself, all of them."""
+        whole = self.whole or self._why_whole()
+        if not whole:
+            try:
+                self.shortened = short = shorten(gm, inputs)
+                gm, inputs = short.gm, short.short_inputs
+            except LayersDiffer as why:
+                whole = str(why)
+        self.record.effective["layers"] = f"each: {whole}" if whole else f"{short.left_out} are copies of others"
+        return gm, inputs
+
+    def _why_whole(self) -> str:
+        """Why each layer is captured and differentiated for itself; empty where like layers may be left out."""
+        options, share = self.options, repeated_layers.NAME
+        for_itself = {
+            "the model is parallelized": self.sharding is not None,
+            "what is captured, and each pass, is recorded": self.readable is not None or recorder.is_modelling(),
+            "passes are checked": options.check != "off",
+            "under a memory budget each layer is decided for itself": options.memory_budget is not None,
+            "floating-point operations are counted": options.count_flops,
+            "gradients are averaged, or weights updated, gathered or freed, one by one": bool(
+                self.averaged or self.steps or self.gathers or self.freed.identity or self.late or self.takes_turns
+            ),
+            f'pass "{share}" is off': all(p.name != share for p in self.pipeline.passes),
+        }
+        return next((why for why, holds in for_itself.items() if holds), "")
 
     def _take_recompute(self, plan: Any) -> None:
         """What a plan says of recomputation becomes the option, unless the user's options decide it."""
@@ -289,7 +305,7 @@ class Compilation:
 
     def partitioner(self, name: str = "") -> Partitioner:
         """Cuts a joint graph into forward and backward, as the passes of stage "partition" decide."""
-        return Partitioner(self.prepare_joint, self.decide, self.move, self.options.memory_budget, name, self.short)
+        return Partitioner(self.prepare_joint, self.decide, self.move, self.options.memory_budget, name, self.shortened)
 
     def decide(self, graph: fx.Graph, nodes: Any) -> list[fx.Node] | None:
         """What the forward saves; under a budget, what prepares the backward runs where its inputs are made."""
@@ -342,6 +358,8 @@ class Compilation:
         progress.enter(f"{direction} codegen")
 
     def run_eagerly(self, gm: fx.GraphModule, inputs: Sequence[Any], side: str) -> Callable:
+        if side == "inference" and self.shortened is not None:
+            inputs = unroll(gm, self.shortened, inputs)
         with self._progress(), dynamo.alone(), without_collection():  # a backward is compiled when it is first called
             self.finish_side(gm, side)
         hand_over = turns.insert if self.takes_turns else None
@@ -354,8 +372,8 @@ class Compilation:
     def run_inductor(self, gm: fx.GraphModule, inputs: Sequence[Any], compile: Callable, **kwargs: Any) -> Any:
         side = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
         with self._progress(), without_collection():
-            if side == "inference" and self.short is not None:
-                inputs = unroll(gm, self.short, inputs)
+            if side == "inference" and self.shortened is not None:
+                inputs = unroll(gm, self.shortened, inputs)
             with dynamo.alone():
                 self.finish_side(gm, side)
             if recorder.is_modelling():
@@ -380,40 +398,6 @@ class Compilation:
             self.record.stages.update({stage: self.readable(gm)} if text else {})
             self.record.calls.update({stage: read(gm)} if stage != "dynamo" else {})
             record_lanes(self.record, stage)
-
-
-def sharding_plan(gm):
-    return False
-
-
-class _Captured(inductor_compat.CustomPass):
-    """Inductor's pre-grad hook: capture and the captured passes. Called for nested graphs too, which capture reaches by
-    itself, so only the graph it was made for counts."""
-
-    def __init__(self, compilation: Compilation, gm: fx.GraphModule, name: str):
-        self.compilation, self.name = compilation, name
-        gm.meta["mindspeed_fx"] = name
-
-    def __call__(self, graph: fx.Graph) -> None:
-        gm = graph.owning_module
-        if gm.meta.pop("mindspeed_fx", None) == self.name:
-            self.compilation.capture(gm)
-
-    def uuid(self) -> str:
-        return self.name
-
-    def __reduce__(self) -> tuple:
-        return (str, (self.name,))
-
-
-def identity(options: Options) -> str:
-    """What compile caches know this backend by: package sources, options, and the sources of every pass."""
-    parts = [
-        package_hash(),
-        json.dumps(options.as_dict(), sort_keys=True, default=str),
-        *(p.name + p.source_hash() for p in registered()),
-    ]
-    return "mindspeed_fx-" + hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 bisector.register_bisector()

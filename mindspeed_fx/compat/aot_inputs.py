@@ -46,6 +46,11 @@ def give_inputs(like: Sequence[int], kept: Sequence[int]) -> None:
     metadata.__dict__.update(new.__dict__)
 
 
+def static_inputs() -> list[int]:
+    """Positions of the inputs that lie where they lay in every call."""
+    return list(_metadata().static_input_indices)
+
+
 def _metadata() -> Any:
     """The record of the graph that is being cut or, without gradients, compiled: no context has it before that, but the
     functions that call the partitioner do."""

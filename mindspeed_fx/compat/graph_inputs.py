@@ -41,6 +41,13 @@ def drop_owner(gm: fx.GraphModule) -> None:
     gm.graph._owning_module = None
 
 
+def device_of(example_inputs: Sequence[Any]) -> str:
+    """Target of a graph: the device type of its inputs, "npu" for torch_npu's; "cpu" without tensors."""
+    types = {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)} - {"cpu", "meta"}
+    device = sorted(types)[0] if types else "cpu"
+    return "npu" if device == "privateuseone" else device
+
+
 def add_inputs(gm: fx.GraphModule, added: Sequence[torch.Tensor], stem: str) -> list[Any]:
     """Give a copy of Dynamo's graph inputs for ``added`` behind its own, named after ``stem``, in place; returns what
     to trace them with: sizes that do not change.

@@ -197,6 +197,18 @@ def must_save(node: fx.Node) -> bool:
     return node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE
 
 
+def region(node: fx.Node) -> int | None:
+    """The number of the checkpointed region that a call of a joint graph is of: torch saves what leaves one region for
+    a later one, which it knows by the greater number."""
+    return node.meta.get("ac_graph_id")
+
+
+def move_region(node: fx.Node, by: int) -> None:
+    """Make the region of a call a later one, where it is of any."""
+    if (number := region(node)) is not None:
+        node.meta["ac_graph_id"] = number + by
+
+
 def is_collective(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in (
         "_c10d_functional",

@@ -11,9 +11,10 @@ from typing import Any, Callable, Sequence
 
 import torch.fx as fx
 
-from mindspeed_fx.compat import inductor, partitioner
-from mindspeed_fx.partition.unroll import unroll
+from mindspeed_fx.compat import aot_inputs, inductor, partitioner
 from mindspeed_fx.partition.max_flow import ENDLESS, SINK, SOURCE, Network
+from mindspeed_fx.partition.shorten import Shortened
+from mindspeed_fx.partition.unroll import unroll
 
 
 class Partitioner(inductor.CustomPartitioner):
@@ -26,6 +27,7 @@ class Partitioner(inductor.CustomPartitioner):
         finish: called with the forward and the backward.
         memory_budget: fraction in (0, 1] of the activations' bytes to keep where torch decides; None: what pays.
         identity: what compile caches know this partitioner by.
+        shortened: which layers the joint graph lacks; they are put in before it is cut.
     """
 
     def __init__(
@@ -35,24 +37,19 @@ class Partitioner(inductor.CustomPartitioner):
         finish: Callable[[fx.GraphModule, fx.GraphModule], None],
         memory_budget: float | int | str | None,
         identity: str,
-        short=None,
+        shortened: Shortened | None = None,
     ):
-        self.short = short
-        self.prepare, self.decide, self.finish, self.memory_budget, self.identity = (
-            prepare,
-            decide,
-            finish,
-            memory_budget,
-            identity,
-        )
+        self.prepare, self.decide, self.finish = prepare, decide, finish
+        self.memory_budget, self.identity, self.shortened = memory_budget, identity, shortened
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         self.prepare(gm)
-        if self.short is not None:
-            joint_inputs[0][:] = unroll(gm, self.short, joint_inputs[0])
-            kwargs["static_lifetime_input_indices"] = list(range(0))
+        if self.shortened is not None:
+            inputs = joint_inputs[0]
+            inputs[:] = unroll(gm, self.shortened, inputs)  # AOTAutograd compiles the forward with this list
+            kwargs["static_lifetime_input_indices"] = aot_inputs.static_inputs()
         forward, backward = partitioner.partition(
             gm,
             joint_inputs,

@@ -85,7 +85,7 @@ def value(node: fx.Node) -> str:
     return str([(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else x for x in leaves])
 
 
-def _periods(words: Sequence[int]) -> list[int]:
+def _periods(words: Sequence[int], least: int) -> list[int]:
     """Distances at which most calls have their like, and multiples: layers of two kinds in turn are alike in most."""
     last: dict[int, int] = {}
     counts: collections.Counter[int] = collections.Counter()
@@ -93,13 +93,14 @@ def _periods(words: Sequence[int]) -> list[int]:
         if word in last:
             counts[i - last[word]] += 1
         last[word] = i
-    single = [distance for distance, _ in counts.most_common() if distance >= LEAST_CALLS][:CANDIDATES]
+    single = [distance for distance, _ in counts.most_common() if distance >= least][:CANDIDATES]
     return list(dict.fromkeys(n * distance for n in range(1, MULTIPLES + 1) for distance in single))
 
 
-def stretches(words: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(start, end, period) wherever calls repeat at least :data:`LEAST_LAYERS` times, that which saves most first."""
-    every = [s for period in _periods(words) for s in _stretches_of(words, period)]
+def stretches(words: Sequence[int], least: int = LEAST_CALLS) -> list[tuple[int, int, int]]:
+    """(start, end, period) wherever ``least`` calls or more repeat at least :data:`LEAST_LAYERS` times, that which saves
+    most first."""
+    every = [s for period in _periods(words, least) for s in _stretches_of(words, period)]
     return sorted(every, key=lambda s: -(s[1] - s[0] - s[2]))
 
 

@@ -15,12 +15,13 @@ import torch
 import torch.fx as fx
 
 from mindspeed_fx.compat import fake, graph_inputs
-from mindspeed_fx.partition.stretch import LayersDiffer, Source, Stretch, longest, source
+from mindspeed_fx.partition import repeats
+from mindspeed_fx.partition.stretch import LayersDiffer, Source, Stretch, source, stretches
 
 KEPT = 4
 """Layers: two before and two behind those that are left out."""
 BEFORE = KEPT // 2
-LEAST_LEFT_OUT = 4
+LEAST_LEFT_OUT = 2
 """Layers: leaving out fewer saves less than looking for them costs."""
 
 
@@ -59,21 +60,32 @@ def shorten(gm: fx.GraphModule, inputs: Sequence[Any]) -> Shortened:
     """
     if any(fake.has_symbols(x) or isinstance(x, torch.SymInt) for x in inputs):
         raise LayersDiffer("sizes are symbols")
-    short = graph_inputs.copy_dynamo_graph(gm)
-    if any(n.op == "call_module" for n in short.graph.nodes):
+    if any(n.op == "call_module" for n in gm.graph.nodes):
         raise LayersDiffer("the graph calls modules")
-    found = longest([n for n in short.graph.nodes if n.op in ("call_function", "call_method")])
-    layers = found[2].layers if found else []
-    left_out = len(layers) - KEPT
-    if found is None or left_out < LEAST_LEFT_OUT:
-        raise LayersDiffer(f"{len(layers)} neighbouring layers are alike, fewer than {KEPT + LEAST_LEFT_OUT}")
-    stretch = found[2]
-    placeholders = short.graph.find_nodes(op="placeholder")
+    reasons = [f"fewer than {KEPT + LEAST_LEFT_OUT} neighbouring layers are alike"]
+    calls = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
+    for _, _, stretch in stretches(calls, least=1):  # a checkpointed layer is one call
+        if len(stretch.layers) >= KEPT + LEAST_LEFT_OUT:
+            try:
+                return _without_middle(gm, stretch, inputs)
+            except LayersDiffer as why:
+                reasons.append(str(why))
+    raise LayersDiffer(reasons[-1])
+
+
+def _without_middle(gm: fx.GraphModule, stretch: Stretch, inputs: Sequence[Any]) -> Shortened:
+    placeholders = gm.graph.find_nodes(op="placeholder")
     position = {n: i for i, n in enumerate(placeholders)}
     own = _own_inputs(stretch, position, inputs)
     _check_readers(stretch, own)
-    _leave_out(short.graph, stretch, own)
+    short = graph_inputs.copy_dynamo_graph(gm)
+    copies = dict(zip(gm.graph.nodes, short.graph.nodes, strict=True))
+    _leave_out(short.graph, Stretch([[copies[n] for n in calls] for calls in stretch.layers]))
+    for node, (i, _) in own.items():
+        if i in _middle(stretch):
+            short.graph.erase_node(copies[node])
     kept = tuple(i for n, i in position.items() if own.get(n, (0, ""))[0] not in _middle(stretch))
+    left_out = len(stretch.layers) - KEPT
     return Shortened(short, left_out, tuple(inputs), kept, {position[n]: where for n, where in own.items()})
 
 
@@ -91,6 +103,9 @@ def _own_inputs(
         if all(n is nodes[0] for n in nodes):
             if nodes[0] in stretch.place:
                 raise LayersDiffer(f"all layers read {nodes[0].name} of one")
+        elif all(n.op == "get_attr" for n in nodes):
+            if len({_description(n.graph.owning_module, n.target) for n in nodes}) > 1:
+                raise LayersDiffer(f"{nodes[0].target} and {nodes[1].target} of two layers are not alike")
         elif all(n in position for n in nodes):
             if len({_kind(inputs[position[n]]) for n in nodes}) > 1 or len(set(nodes)) < len(nodes):
                 raise LayersDiffer(f"the inputs {nodes[0].name} and {nodes[1].name} of two layers are not alike")
@@ -100,6 +115,19 @@ def _own_inputs(
         elif source(nodes, lambda n: _made(stretch, n)) != _before(stretch, nodes[1]):
             raise LayersDiffer(f"{nodes[1].name} is not of the layer before")
     return own
+
+
+def _description(owner: torch.nn.Module, name: str) -> Hashable:
+    """Equal for graphs that higher-order operators call and that are the same; of all else, which it is."""
+    body = getattr(owner, name)
+    if not isinstance(body, fx.GraphModule):
+        return id(body)
+    number = {n: i for i, n in enumerate(body.graph.nodes)}
+    rows = []
+    for n in body.graph.nodes:
+        target = _description(body, n.target) if n.op == "get_attr" else "" if n.op == "placeholder" else n.target
+        rows.append((n.op, target, str(fx.map_arg((n.args, n.kwargs), lambda a: f"%{number[a]}")), repeats.value(n)))
+    return tuple(rows)
 
 
 def _made(stretch: Stretch, node: fx.Node) -> tuple[Hashable, int, int] | None:
@@ -135,7 +163,7 @@ def _check_readers(stretch: Stretch, own: dict[fx.Node, tuple[int, Hashable]]) -
             raise LayersDiffer(f"{node.name} of a layer is read outside of it")
 
 
-def _leave_out(graph: fx.Graph, stretch: Stretch, own: dict[fx.Node, tuple[int, Hashable]]) -> None:
+def _leave_out(graph: fx.Graph, stretch: Stretch) -> None:
     middle = _middle(stretch)
     last = stretch.layers[middle.stop - 1]
     for node, standing_in in zip(last, stretch.layers[middle.start - 1]):
@@ -144,7 +172,4 @@ def _leave_out(graph: fx.Graph, stretch: Stretch, own: dict[fx.Node, tuple[int, 
         )
     for i in reversed(middle):
         for node in reversed(stretch.layers[i]):
-            graph.erase_node(node)
-    for node, (i, _) in own.items():
-        if i in middle:
             graph.erase_node(node)

@@ -36,15 +36,18 @@ class Stretch:
                     yield (k, j), nodes
 
 
-def longest(calls: Sequence[fx.Node]) -> tuple[int, int, Stretch] | None:
-    """The stretch that saves most calls, and its bounds in ``calls``; None where nothing repeats three times."""
+def stretches(calls: Sequence[fx.Node], least: int) -> Iterator[tuple[int, int, Stretch]]:
+    """What repeats three times or more, that which saves most calls first, with its bounds in ``calls``.
+
+    Args:
+        least: calls of a layer.
+    """
     numbers: dict[Any, int] = {}
     words = [numbers.setdefault(repeats.word(n), len(numbers)) for n in calls]
-    for start, end, period in repeats.stretches(words):
+    for start, end, period in repeats.stretches(words, least):
         first, last, layers = repeats.alike(calls, start, end, period)
         if len(layers) >= repeats.LEAST_LAYERS:
-            return first, last, Stretch(layers)
-    return None
+            yield first, last, Stretch(layers)
 
 
 Row = Hashable
@@ -53,8 +56,7 @@ Row = Hashable
 
 @dataclass(frozen=True)
 class Source:
-    """In layer ``i`` an argument is the member ``sign * i + shift`` of ``row``; ``node`` in all where ``row`` is None.
-    """
+    """In layer ``i`` an argument is the member ``sign * i + shift`` of ``row``; without a row, ``node`` in all."""
 
     row: Row
     sign: int = 0
@@ -76,13 +78,13 @@ def source(nodes: Sequence[Any], member: Callable[[Any], tuple[Row, int, int] | 
     if all(n is nodes[0] for n in nodes):
         return Source(None, node=nodes[0])
     members = [member(n) for n in nodes]
-    for i, (a, b) in enumerate(zip(members, members[1:])):
-        if a is not None and b is not None and a[0] == b[0] and abs(b[1] - a[1]) == 1:
-            break
-    else:
+    known = (i for i, (a, b) in enumerate(zip(members, members[1:])) if a and b and a[0] == b[0])
+    at = next((i for i in known if abs(members[i + 1][1] - members[i][1]) == 1), None)
+    if at is None:
         raise LayersDiffer(f"{nodes[0]} and {nodes[1]} are read at the same place of two layers")
-    row, size, sign = a[0], a[2], b[1] - a[1]
-    result = Source(row, sign, a[1] - sign * i)
+    row, number, size = members[at]
+    sign = members[at + 1][1] - number
+    result = Source(row, sign, number - sign * at)
     for i, (n, found) in enumerate(zip(nodes, members)):
         expected = sign * i + result.shift
         if 0 <= expected < size and (found is None or found[:2] != (row, expected)):

@@ -10,7 +10,7 @@ be said of an argument, or anything else reads a layer between the outer ones, :
 from __future__ import annotations
 
 import itertools
-from typing import Any, Hashable, Iterator, Sequence
+from typing import Any, Iterator, Sequence
 
 import torch
 import torch.fx as fx
@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from mindspeed_fx.compat import aot_inputs, fake, partitioner
 from mindspeed_fx.partition import repeats
 from mindspeed_fx.partition.shorten import BEFORE, KEPT, Shortened
-from mindspeed_fx.partition.stretch import LayersDiffer, Row, Source, Stretch, longest, source
+from mindspeed_fx.partition.stretch import LayersDiffer, Row, Source, Stretch, source, stretches
 
 
 def unroll(gm: fx.GraphModule, short: Shortened, inputs: Sequence[Any]) -> list[Any]:
@@ -42,7 +42,7 @@ def unroll(gm: fx.GraphModule, short: Shortened, inputs: Sequence[Any]) -> list[
         whole.add_inputs()
         for stretch in whole.stretches:
             whole.add_layers(stretch)
-    whole.rewire()
+        whole.rewire()
     whole.add_gradients()
     gm.graph.lint()
     like = [whole.like(i) for i in range(len(short.inputs))]
@@ -59,7 +59,9 @@ class _Unrolled:
         self.graph, self.short, self.more = graph, short, short.left_out
         self.inputs = dict(zip(short.kept, (n for n in graph.nodes if partitioner.is_input(n)), strict=True))
         """Of each position among the whole model's inputs its placeholder."""
-        self.own = {self.inputs[p]: (self._shortened(i), name) for p, (i, name) in short.own.items() if p in self.inputs}
+        self.own = {
+            self.inputs[p]: (self._shortened(i), name) for p, (i, name) in short.own.items() if p in self.inputs
+        }
         """Of each placeholder that layers have for themselves: number among the kept layers, and name."""
         self.position = {(i, name): p for p, (i, name) in short.own.items()}
         self.stretches = self._find()
@@ -71,17 +73,18 @@ class _Unrolled:
         return layer if layer < BEFORE else layer - self.more
 
     def _find(self) -> list[Stretch]:
-        """The stretches that read inputs of layers, in order."""
-        pieces = [[n for n in self.graph.nodes if n.op == "call_function"]]
-        found: list[tuple[int, Stretch]] = []
-        place = {n: i for i, n in enumerate(pieces[0])}
+        """The stretches that read inputs of layers, in order; of no more layers than were kept, for layers of two kinds
+        in turn are calls of one kind where they differ in what they read alone."""
+        calls = [n for n in self.graph.nodes if n.op == "call_function"]
+        pieces, found = [(0, len(calls))], []
         while pieces:
-            piece = pieces.pop()
-            if (stretch := longest(piece)) is not None:
-                start, end, layers = stretch
-                if any(a in self.own for calls in layers.layers for n in calls for a in n.all_input_nodes):
-                    found.append((place[piece[start]], layers))
-                pieces += [p for p in (piece[:start], piece[end:]) if len(p) >= repeats.LEAST_CALLS * 3]
+            start, end = pieces.pop()
+            candidates = stretches(calls[start:end], repeats.LEAST_CALLS)
+            first, last, stretch = next((c for c in candidates if len(c[2].layers) <= KEPT), (0, 0, None))
+            if stretch is not None:
+                if any(a in self.own for nodes in stretch.layers for n in nodes for a in n.all_input_nodes):
+                    found.append((start + first, stretch))
+                pieces += [(start, start + first), (start + last, end)]
         if not found:
             raise LayersDiffer("no layers are alike once they are traced")
         return [s for _, s in sorted(found, key=lambda f: f[0])]
@@ -125,8 +128,7 @@ class _Unrolled:
     # ------------------------------------------------------------ what a layer of the whole model reads
 
     def _read(self, found: Source, layer: int) -> fx.Node | None:
-        """What layer ``layer`` reads where ``found`` says so; None where it is an outer one that reads something else.
-        """
+        """What layer ``layer`` reads where ``found`` says so; None for an outer one that reads something else."""
         if found.row is None:
             return found.node
         kind, name = found.row  # type: ignore[misc]
@@ -185,17 +187,47 @@ class _Unrolled:
                     calls.append(_copy(self.graph, node, new_arguments))
                     calls[-1].meta["val"] = fake.fresh(node.meta["val"], storages)
         layers += stretch.layers[BEFORE:]
+        self._number_regions(stretch)
+
+    def _number_regions(self, stretch: Stretch) -> None:
+        """Checkpointed regions have numbers that grow: those of copies follow their layer's, others come after them."""
+        first, second = (stretch.layers[i] for i in (BEFORE - 1, BEFORE))
+        regions = [(partitioner.region(a), partitioner.region(b)) for a, b in zip(first, second)]
+        steps = {b - a for a, b in regions if a is not None and b is not None}
+        if not steps:
+            return
+        if len(steps) > 1:
+            raise LayersDiffer("layers have different numbers of checkpointed regions")
+        step = steps.pop()
+        layers = self.layers[stretch]
+        for i, calls in enumerate(layers[BEFORE : BEFORE + self.more], 1):
+            for node in calls:
+                partitioner.move_region(node, i * step)
+        node = layers[BEFORE + self.more][0]
+        while node.op != "root":
+            partitioner.move_region(node, self.more * step)
+            node = node.next
 
     def rewire(self) -> None:
-        """What the layers that were there read now that there are more."""
+        """What the layers that were there read now that there are more; views of it lie in its memory."""
         for stretch in self.stretches:
-            for (k, j), found in self.sources[stretch].items():
-                for layer, calls in enumerate(self.layers[stretch]):
-                    new = self._read(found, layer)
-                    if new is not None and repeats.arguments(calls[k])[j] is not new:
-                        changed = repeats.arguments(calls[k])
-                        changed[j] = new
-                        _set_arguments(calls[k], changed)
+            for layer, calls in enumerate(self.layers[stretch]):
+                if calls[0] in stretch.place:
+                    self._rewire(calls, self.sources[stretch], layer)
+
+    def _rewire(self, calls: Sequence[fx.Node], sources: dict[tuple[int, int], Source], layer: int) -> None:
+        storages: dict[int, Any] = {}
+        rows = [repeats.arguments(n) for n in calls]
+        for (k, j), found in sources.items():
+            old, new = rows[k][j], self._read(found, layer)
+            if new is None or new is old:
+                continue
+            fake.match_storages(old.meta["val"], new.meta["val"], storages)
+            rows[k][j] = new
+            _set_arguments(calls[k], rows[k])
+        for node in calls:
+            if storages:
+                node.meta["val"] = fake.moved(node.meta.get("val"), storages)
 
     def add_gradients(self) -> None:
         """The gradients of all inputs, in their order."""

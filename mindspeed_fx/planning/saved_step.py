@@ -21,9 +21,11 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 import torch
 
 from mindspeed_fx import arguments
-from mindspeed_fx.backend import device_of, identity, mindspeed
+from mindspeed_fx.backend import mindspeed
 from mindspeed_fx.compat import ahead, dynamo
+from mindspeed_fx.compat.graph_inputs import device_of
 from mindspeed_fx.errors import OptionError
+from mindspeed_fx.hooks import identity
 from mindspeed_fx.options import Options
 from mindspeed_fx.planning import saved_file, saved_parts
 from mindspeed_fx.planning.saved_file import StaleFile

@@ -18,7 +18,8 @@ import torch.fx as fx
 from torch import nn
 
 from mindspeed_fx import arguments, torch_compile
-from mindspeed_fx.backend import Compilation, device_of
+from mindspeed_fx.backend import Compilation
+from mindspeed_fx.compat.graph_inputs import device_of
 from mindspeed_fx.errors import OptionError
 from mindspeed_fx.options import Options
 from mindspeed_fx.partition.split import Part, Parts, split

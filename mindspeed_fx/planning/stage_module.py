@@ -17,8 +17,9 @@ import torch.fx as fx
 from torch import nn
 
 from mindspeed_fx import torch_compile
-from mindspeed_fx.backend import Compilation, device_of
+from mindspeed_fx.backend import Compilation
 from mindspeed_fx.compat import fx_graph, tracing
+from mindspeed_fx.compat.graph_inputs import device_of
 from mindspeed_fx.options import Options
 from mindspeed_fx.planning.layer_lists import layers_of
 from mindspeed_fx.planning.split_stages import Part, is_parameter, receivable, split_stages, tied_parameters

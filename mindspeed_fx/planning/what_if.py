@@ -16,8 +16,9 @@ from torch.utils import _pytree as pytree
 
 from mindspeed_fx import torch_compile
 from mindspeed_fx.arguments import ArgumentError
-from mindspeed_fx.backend import device_of, mindspeed
+from mindspeed_fx.backend import mindspeed
 from mindspeed_fx.compat import dynamo, fake
+from mindspeed_fx.compat.graph_inputs import device_of
 from mindspeed_fx.errors import nearest
 from mindspeed_fx.options import LEVELS, Options
 from mindspeed_fx.report import progress, recorder
