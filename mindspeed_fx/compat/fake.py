@@ -239,15 +239,15 @@ def fresh(value: Any, storages: dict[int, Any]) -> Any:
     """A fake value like ``value`` for a copy of the call that makes it: of its sizes, strides and type, in the memory
     that ``storages`` names for the memory of ``value``, else in memory of its own, which is added there.
     """
-    return (
-        _fresh(value, storages)
-        if is_fake(value)
-        else pytree.tree_map_only(is_fake, lambda x: _fresh(x, storages), value)
-    )
+    if is_fake(value):  # the usual case, without the walk
+        return _fresh(value, storages)
+    return pytree.tree_map_only(is_fake, lambda x: _fresh(x, storages), value)
 
 
 def moved(value: Any, storages: dict[int, Any]) -> Any:
     """``value``, and a fake value like it where its memory is one that ``storages`` has another for."""
+    if not storages:
+        return value
     return pytree.tree_map_only(is_fake, lambda x: _fresh(x, storages) if storage_of(x) in storages else x, value)
 
 

@@ -37,8 +37,8 @@ def unroll(gm: fx.GraphModule, short: Shortened, inputs: Sequence[Any]) -> list[
     """
     if why := aot_inputs.why_fixed():
         raise LayersDiffer(why)
-    whole = _Unrolled(gm.graph, short)
     with fake.past_modes():
+        whole = _Unrolled(gm.graph, short)
         whole.add_inputs()
         for stretch in whole.stretches:
             whole.add_layers(stretch)
@@ -73,7 +73,7 @@ class _Unrolled:
         return layer if layer < BEFORE else layer - self.more
 
     def _find(self) -> list[Stretch]:
-        """The stretches that read inputs of layers, in order; of no more layers than were kept, for layers of two kinds
+        """The stretches that read inputs of layers, or others of these, in order; of no more layers than were kept, for layers of two kinds
         in turn are calls of one kind where they differ in what they read alone."""
         calls = [n for n in self.graph.nodes if n.op == "call_function"]
         pieces, found = [(0, len(calls))], []
@@ -82,12 +82,16 @@ class _Unrolled:
             candidates = stretches(calls[start:end], repeats.LEAST_CALLS)
             first, last, stretch = next((c for c in candidates if len(c[2].layers) <= KEPT), (0, 0, None))
             if stretch is not None:
-                if any(a in self.own for nodes in stretch.layers for n in nodes for a in n.all_input_nodes):
-                    found.append((start + first, stretch))
+                found.append((start + first, stretch))
                 pieces += [(start, start + first), (start + last, end)]
-        if not found:
+        known, results = set(self.own), []
+        for _, stretch in sorted(found, key=lambda f: f[0]):
+            if any(a in known for nodes in stretch.layers for n in nodes for a in n.all_input_nodes):
+                results.append(stretch)
+                known.update(stretch.place)
+        if not results:
             raise LayersDiffer("no layers are alike once they are traced")
-        return [s for _, s in sorted(found, key=lambda f: f[0])]
+        return results
 
     def _member(self, node: Any) -> tuple[Row, int, int] | None:
         if node in self.own:
@@ -101,7 +105,7 @@ class _Unrolled:
 
     def _sources(self, stretch: Stretch) -> Iterator[tuple[tuple[int, int], Source]]:
         for where, nodes in stretch.reads():
-            yield where, source(nodes, self._member)
+            yield where, Source(None, node=nodes[0]) if _are_equal(nodes) else source(nodes, self._member)
 
     def _check_readers(self) -> None:
         """Of every stretch, and of the inputs of layers, one layer between the outer ones is read by layers alone: what
@@ -210,23 +214,26 @@ class _Unrolled:
 
     def rewire(self) -> None:
         """What the layers that were there read now that there are more; views of it lie in its memory."""
+        before = {n: (n.meta.get("val"), repeats.arguments(n)) for s in self.stretches for n in s.place}
         for stretch in self.stretches:
             for layer, calls in enumerate(self.layers[stretch]):
-                if calls[0] in stretch.place:
-                    self._rewire(calls, self.sources[stretch], layer)
-
-    def _rewire(self, calls: Sequence[fx.Node], sources: dict[tuple[int, int], Source], layer: int) -> None:
-        storages: dict[int, Any] = {}
-        rows = [repeats.arguments(n) for n in calls]
-        for (k, j), found in sources.items():
-            old, new = rows[k][j], self._read(found, layer)
-            if new is None or new is old:
-                continue
-            fake.match_storages(old.meta["val"], new.meta["val"], storages)
-            rows[k][j] = new
-            _set_arguments(calls[k], rows[k])
-        for node in calls:
-            if storages:
+                if calls[0] not in stretch.place:
+                    continue
+                for (k, j), found in self.sources[stretch].items():
+                    arguments = repeats.arguments(calls[k])
+                    new = self._read(found, layer)
+                    if new is not None and new is not arguments[j]:
+                        arguments[j] = new
+                        _set_arguments(calls[k], arguments)
+        added = {n for s in self.stretches for calls in self.layers[s] for n in calls if n not in s.place}
+        for node in self.graph.nodes:
+            if node.op == "call_function" and node not in added:
+                storages: dict[int, Any] = {}
+                now = repeats.arguments(node)
+                for old, new in zip(before.get(node, ((), now))[1], now):
+                    was, value = before.get(old, (old.meta.get("val"),))[0], new.meta.get("val")
+                    if was is not value:
+                        fake.match_storages(was, value, storages)
                 node.meta["val"] = fake.moved(node.meta.get("val"), storages)
 
     def add_gradients(self) -> None:
@@ -257,6 +264,14 @@ class _Unrolled:
         leaves = pytree.tree_leaves(old, is_leaf=lambda x: x is None)
         every = range(len(self.short.inputs))
         return [*leaves[:split], *(aot_inputs.renumber(leaves[split + self.like(p)], p) for p in every)]
+
+
+def _are_equal(nodes: Sequence[fx.Node]) -> bool:
+    """Whether all are constants of the graph with the same elements, of which tracing makes one for each use."""
+    if any(n.op != "get_attr" for n in nodes):
+        return False
+    values = [getattr(n.graph.owning_module, str(n.target)) for n in nodes]
+    return all(isinstance(v, torch.Tensor) and v.numel() == 1 for v in values) and len({v.item() for v in values}) == 1
 
 
 def _copy(graph: fx.Graph, node: fx.Node, arguments: Sequence[fx.Node]) -> fx.Node:
