@@ -23,8 +23,8 @@ from mindspeed_fx.graph import collectives, op_sets, storage
 LEAST_LAYERS = 3
 LEAST_CALLS = 16
 """Of a layer: code for fewer is made faster than it is called."""
-CANDIDATES, MULTIPLES = 8, 6
-"""Lengths of a period that are looked at, each with its multiples."""
+CANDIDATES, BEFORE = 48, 6
+"""Lengths of a period that are looked at; like calls before a call that are."""
 
 
 @dataclass(frozen=True)
@@ -86,15 +86,15 @@ def value(node: fx.Node) -> str:
 
 
 def _periods(words: Sequence[int], least: int) -> list[int]:
-    """Distances at which most calls have their like, and multiples: layers of two kinds in turn are alike in most."""
-    last: dict[int, int] = {}
+    """Distances at which most calls have their like, the nearest or one of the next: layers of two kinds in turn are
+    alike in most."""
+    seen: dict[int, collections.deque[int]] = {}
     counts: collections.Counter[int] = collections.Counter()
     for i, word in enumerate(words):
-        if word in last:
-            counts[i - last[word]] += 1
-        last[word] = i
-    single = [distance for distance, _ in counts.most_common() if distance >= least][:CANDIDATES]
-    return list(dict.fromkeys(n * distance for n in range(1, MULTIPLES + 1) for distance in single))
+        before = seen.setdefault(word, collections.deque(maxlen=BEFORE))
+        counts.update(i - k for k in before)
+        before.append(i)
+    return [distance for distance, _ in counts.most_common() if distance >= least][:CANDIDATES]
 
 
 def stretches(words: Sequence[int], least: int = LEAST_CALLS) -> list[tuple[int, int, int]]:

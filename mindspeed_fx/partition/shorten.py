@@ -153,8 +153,8 @@ def _kind(value: Any) -> Any:
 
 
 def _check_readers(stretch: Stretch, own: dict[fx.Node, tuple[int, Hashable]]) -> None:
-    """Nothing but the next layer reads what a layer that is left out makes, or the last before them."""
-    for i in (_middle(stretch).start - 1, *_middle(stretch)):
+    """Nothing but the next layer reads what a layer that is left out makes."""
+    for i in _middle(stretch):
         for node in stretch.layers[i]:
             if any(stretch.place.get(user, (-1, 0))[0] not in (i, i + 1) for user in node.users):
                 raise LayersDiffer(f"{node.name} of a layer is read outside of the next")
