@@ -16,7 +16,17 @@ import torch.fx as fx
 
 from mindspeed_fx import host_heap
 from mindspeed_fx.capture import CaptureError, capture, explain_unread, isolate, keeps_writes
-from mindspeed_fx.compat import bisector, distributed, dynamo, fake, fx_graph, graph_inputs, inductor_cache, npu
+from mindspeed_fx.compat import (
+    aot_inputs,
+    bisector,
+    distributed,
+    dynamo,
+    fake,
+    fx_graph,
+    graph_inputs,
+    inductor_cache,
+    npu,
+)
 from mindspeed_fx.compat import inductor as inductor_compat
 from mindspeed_fx.cost.hardware import detect
 from mindspeed_fx.cost.read import read
@@ -25,6 +35,7 @@ from mindspeed_fx.garbage import without_collection
 from mindspeed_fx.hooks import CapturedPasses, identity
 from mindspeed_fx.kernels.lower import lower
 from mindspeed_fx.kernels.npu import acl_graph
+from mindspeed_fx.layers import why_each
 from mindspeed_fx.options import Options
 from mindspeed_fx.partition import written_inputs
 from mindspeed_fx.partition.offload import move
@@ -34,7 +45,6 @@ from mindspeed_fx.partition.shorten import Shortened, shorten
 from mindspeed_fx.partition.stretch import LayersDiffer
 from mindspeed_fx.partition.unroll import unroll
 from mindspeed_fx.passes import overlap
-from mindspeed_fx.passes.lowering import repeated_layers
 from mindspeed_fx.passes.overlap.model.step_lanes import record_lanes
 from mindspeed_fx.passes.runner import Pipeline
 from mindspeed_fx.report import progress, recorder
@@ -152,8 +162,8 @@ class Compilation:
             table = npu.decompositions()
         if self.options.codegen == "npugraph_ex" and (why := npu.problem()):
             raise OptionError(f'option "codegen" is "npugraph_ex": {why}')
-        name = identity(self.options) + self.gathers.identity + self.freed.identity
-        name += self.shortened.identity if self.shortened else ""
+        short = self.shortened.identity if self.shortened else ""
+        name = identity(self.options) + self.gathers.identity + self.freed.identity + short
         # A plan's local program is traced from the captured graph, so that capture can't wait for Inductor's hook.
         captured_by_hook = CapturedPasses(self.capture, gm, name) if self.generates and not plan else None
         if captured_by_hook is None:
@@ -195,9 +205,8 @@ class Compilation:
         )
 
     def _leave_out_layers(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, Sequence[Any]]:
-        """The graph without layers that are like others, which come back before it is cut; where a layer may matter for
-        itself, all of them."""
-        whole = self.whole or self._why_whole()
+        """The graph without layers that are like others, which come back before it is cut, or why it keeps them."""
+        whole = self.whole or why_each(self)
         if not whole:
             try:
                 self.shortened = short = shorten(gm, inputs)
@@ -206,22 +215,6 @@ class Compilation:
                 whole = str(why)
         self.record.effective["layers"] = f"each: {whole}" if whole else f"{short.left_out} are copies of others"
         return gm, inputs
-
-    def _why_whole(self) -> str:
-        """Why each layer is captured and differentiated for itself; empty where like layers may be left out."""
-        options, share = self.options, repeated_layers.NAME
-        for_itself = {
-            "the model is parallelized": self.sharding is not None,
-            "what is captured, and each pass, is recorded": self.readable is not None or recorder.is_modelling(),
-            "passes are checked": options.check != "off",
-            "under a memory budget each layer is decided for itself": options.memory_budget is not None,
-            "floating-point operations are counted": options.count_flops,
-            "gradients are averaged, or weights updated, gathered or freed, one by one": bool(
-                self.averaged or self.steps or self.gathers or self.freed.identity or self.late or self.takes_turns
-            ),
-            f'pass "{share}" is off': all(p.name != share for p in self.pipeline.passes),
-        }
-        return next((why for why, holds in for_itself.items() if holds), "")
 
     def _take_recompute(self, plan: Any) -> None:
         """What a plan says of recomputation becomes the option, unless the user's options decide it."""
@@ -374,6 +367,7 @@ class Compilation:
         with self._progress(), without_collection():
             if side == "inference" and self.shortened is not None:
                 inputs = unroll(gm, self.shortened, inputs)
+                kwargs["static_input_idxs"] = aot_inputs.static_inputs()
             with dynamo.alone():
                 self.finish_side(gm, side)
             if recorder.is_modelling():

@@ -11,8 +11,9 @@ import torch.fx as fx
 
 from mindspeed_fx import torch_compile
 from mindspeed_fx.ascend import kernels, ship
-from mindspeed_fx.backend import Compilation, device_of
+from mindspeed_fx.backend import Compilation
 from mindspeed_fx.compat import dynamo, tracing
+from mindspeed_fx.compat.graph_inputs import device_of
 from mindspeed_fx.graph.schema import all_arguments
 from mindspeed_fx.kernels import REGISTRY
 from mindspeed_fx.options import Options

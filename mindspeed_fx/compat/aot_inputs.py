@@ -58,9 +58,9 @@ def _metadata() -> Any:
 
     frame = inspect.currentframe()
     while frame is not None:
-        found = frame.f_locals.get("fw_metadata")
-        if isinstance(found, ViewAndMutationMeta):
-            return found
+        record = frame.f_locals.get("fw_metadata")
+        if isinstance(record, ViewAndMutationMeta):
+            return record
         frame = frame.f_back
     return None
 

@@ -297,6 +297,18 @@ def is_seed(node: fx.Node) -> bool:
     return _primitive(node) in ("inductor_seed", "inductor_seeds", "inductor_lookup_seed")
 
 
+def number_seeds(graph: fx.Graph) -> None:
+    """Give every call that takes a seed from a row of them one of its own, in the order of the graph."""
+    for seeds in [n for n in graph.nodes if _primitive(n) == "inductor_seeds"]:
+        readers = [n for n in graph.nodes if n in seeds.users and _primitive(n) == "inductor_lookup_seed"]
+        for i, reader in enumerate(readers):
+            reader.args = (seeds, i)
+        if seeds.args[0] < len(readers):
+            seeds.args = (len(readers), *seeds.args[1:])
+            with fake.fake_like(seeds.meta["val"]):
+                seeds.meta["val"] = seeds.target(*seeds.args, **seeds.kwargs)
+
+
 def draws_by_seed(node: fx.Node) -> bool:
     """Whether a call draws by a seed that it reads, and so the same with the same."""
     return _primitive(node) in ("inductor_random", "inductor_randint")

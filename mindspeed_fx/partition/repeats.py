@@ -98,8 +98,8 @@ def _periods(words: Sequence[int], least: int) -> list[int]:
 
 
 def stretches(words: Sequence[int], least: int = LEAST_CALLS) -> list[tuple[int, int, int]]:
-    """(start, end, period) wherever ``least`` calls or more repeat at least :data:`LEAST_LAYERS` times, that which saves
-    most first."""
+    """(start, end, period) wherever ``least`` calls or more repeat :data:`LEAST_LAYERS` times, those that save most
+    first."""
     every = [s for period in _periods(words, least) for s in _stretches_of(words, period)]
     return sorted(every, key=lambda s: -(s[1] - s[0] - s[2]))
 

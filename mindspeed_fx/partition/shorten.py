@@ -8,6 +8,7 @@ the whole graph is compiled as it is.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any, Hashable, Sequence
 
@@ -60,8 +61,8 @@ def shorten(gm: fx.GraphModule, inputs: Sequence[Any]) -> Shortened:
     """
     if any(fake.has_symbols(x) or isinstance(x, torch.SymInt) for x in inputs):
         raise LayersDiffer("sizes are symbols")
-    if any(n.op == "call_module" for n in gm.graph.nodes):
-        raise LayersDiffer("the graph calls modules")
+    if any(n.op == "call_module" or n.target is torch.ops.higher_order.invoke_subgraph for n in gm.graph.nodes):
+        raise LayersDiffer("the graph calls modules, or regions that are compiled apart")
     reasons = [f"fewer than {KEPT + LEAST_LEFT_OUT} neighbouring layers are alike"]
     calls = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
     for _, _, stretch in stretches(calls, least=1):  # a checkpointed layer is one call
@@ -112,6 +113,8 @@ def _own_inputs(
             for i, n in enumerate(nodes):
                 if own.setdefault(n, (i, name))[0] != i:
                     raise LayersDiffer(f"two layers read {n.name}")
+                if any(_writes(user) for user in n.users):
+                    raise LayersDiffer(f"a layer writes {n.name}")
         elif source(nodes, lambda n: _made(stretch, n)) != _before(stretch, nodes[1]):
             raise LayersDiffer(f"{nodes[1].name} is not of the layer before")
     return own
@@ -128,6 +131,12 @@ def _description(owner: torch.nn.Module, name: str) -> Hashable:
         target = _description(body, n.target) if n.op == "get_attr" else "" if n.op == "placeholder" else n.target
         rows.append((n.op, target, str(fx.map_arg((n.args, n.kwargs), lambda a: f"%{number[a]}")), repeats.value(n)))
     return tuple(rows)
+
+
+def _writes(call: fx.Node) -> bool:
+    """Whether it is plain that a call writes; what is not is found when the graph is traced."""
+    name = call.target if isinstance(call.target, str) else getattr(call.target, "__name__", "")
+    return call.target is operator.setitem or (name.endswith("_") and not name.endswith("__"))
 
 
 def _made(stretch: Stretch, node: fx.Node) -> tuple[Hashable, int, int] | None:

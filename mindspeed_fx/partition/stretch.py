@@ -85,8 +85,8 @@ def source(nodes: Sequence[Any], member: Callable[[Any], tuple[Row, int, int] | 
     row, number, size = members[at]
     sign = members[at + 1][1] - number
     result = Source(row, sign, number - sign * at)
-    for i, (n, found) in enumerate(zip(nodes, members)):
+    for i, (n, own) in enumerate(zip(nodes, members)):
         expected = sign * i + result.shift
-        if 0 <= expected < size and (found is None or found[:2] != (row, expected)):
+        if 0 <= expected < size and (own is None or own[:2] != (row, expected)):
             raise LayersDiffer(f"{n} is read where {row} of layer {expected} would be")
     return result

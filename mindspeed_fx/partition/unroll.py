@@ -16,7 +16,7 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
-from mindspeed_fx.compat import aot_inputs, fake, partitioner
+from mindspeed_fx.compat import aot_inputs, fake, inductor, partitioner
 from mindspeed_fx.partition import repeats
 from mindspeed_fx.partition.shorten import BEFORE, KEPT, Shortened
 from mindspeed_fx.partition.stretch import LayersDiffer, Row, Source, Stretch, source, stretches
@@ -43,6 +43,7 @@ def unroll(gm: fx.GraphModule, short: Shortened, inputs: Sequence[Any]) -> list[
         for stretch in whole.stretches:
             whole.add_layers(stretch)
         whole.rewire()
+        inductor.number_seeds(gm.graph)
     whole.add_gradients()
     gm.graph.lint()
     like = [whole.like(i) for i in range(len(short.inputs))]
@@ -51,13 +52,20 @@ def unroll(gm: fx.GraphModule, short: Shortened, inputs: Sequence[Any]) -> list[
     return [values[p] for p in range(len(short.inputs))]
 
 
+SEED = Source("seed")
+"""Every layer draws with a seed of its own, which nothing else reads."""
+
+
 class _Unrolled:
     """A graph on its way from few layers to all. Layers have their number in the whole model, but of the stretches as
-    they were found."""
+    they were origin."""
 
     def __init__(self, graph: fx.Graph, short: Shortened):
         self.graph, self.short, self.more = graph, short, short.left_out
-        self.inputs = dict(zip(short.kept, (n for n in graph.nodes if partitioner.is_input(n)), strict=True))
+        placeholders = [n for n in graph.nodes if partitioner.is_input(n)]
+        if len(placeholders) != len(short.kept):
+            raise LayersDiffer(f"the traced graph has {len(placeholders)} inputs for {len(short.kept)}")
+        self.inputs = dict(zip(short.kept, placeholders))
         """Of each position among the whole model's inputs its placeholder."""
         self.own = {
             self.inputs[p]: (self._shortened(i), name) for p, (i, name) in short.own.items() if p in self.inputs
@@ -73,19 +81,19 @@ class _Unrolled:
         return layer if layer < BEFORE else layer - self.more
 
     def _find(self) -> list[Stretch]:
-        """The stretches that read inputs of layers, or others of these, in order; of no more layers than were kept, for layers of two kinds
-        in turn are calls of one kind where they differ in what they read alone."""
-        calls = [n for n in self.graph.nodes if n.op == "call_function"]
-        pieces, found = [(0, len(calls))], []
+        """The stretches that read inputs of layers, or others of these, in order; of no more layers than were kept, for
+        layers of two kinds in turn are calls of one kind where they differ in what they read alone."""
+        calls = [n for n in self.graph.nodes if n.op == "call_function" and not inductor.is_seed(n)]
+        pieces, origin = [(0, len(calls))], []
         while pieces:
             start, end = pieces.pop()
             candidates = stretches(calls[start:end], repeats.LEAST_CALLS)
             first, last, stretch = next((c for c in candidates if len(c[2].layers) <= KEPT), (0, 0, None))
             if stretch is not None:
-                found.append((start + first, stretch))
+                origin.append((start + first, stretch))
                 pieces += [(start, start + first), (start + last, end)]
         known, results = set(self.own), []
-        for _, stretch in sorted(found, key=lambda f: f[0]):
+        for _, stretch in sorted(origin, key=lambda f: f[0]):
             if any(a in known for nodes in stretch.layers for n in nodes for a in n.all_input_nodes):
                 results.append(stretch)
                 known.update(stretch.place)
@@ -105,7 +113,10 @@ class _Unrolled:
 
     def _sources(self, stretch: Stretch) -> Iterator[tuple[tuple[int, int], Source]]:
         for where, nodes in stretch.reads():
-            yield where, Source(None, node=nodes[0]) if _are_equal(nodes) else source(nodes, self._member)
+            if all(map(inductor.is_seed, nodes)):
+                yield where, SEED
+            else:
+                yield where, Source(None, node=nodes[0]) if _are_equal(nodes) else source(nodes, self._member)
 
     def _check_readers(self) -> None:
         """Of every stretch, and of the inputs of layers, one layer between the outer ones is read by layers alone: what
@@ -131,12 +142,12 @@ class _Unrolled:
 
     # ------------------------------------------------------------ what a layer of the whole model reads
 
-    def _read(self, found: Source, layer: int) -> fx.Node | None:
-        """What layer ``layer`` reads where ``found`` says so; None for an outer one that reads something else."""
-        if found.row is None:
-            return found.node
-        kind, name = found.row  # type: ignore[misc]
-        number = found.sign * layer + found.shift + (self.more if found.sign < 0 else 0)
+    def _read(self, origin: Source, layer: int) -> fx.Node | None:
+        """What layer ``layer`` reads where ``origin`` says so; None for an outer one that reads something else."""
+        if origin.row is None or origin is SEED:
+            return origin.node
+        kind, name = origin.row  # type: ignore[misc]
+        number = origin.sign * layer + origin.shift + (self.more if origin.sign < 0 else 0)
         if kind == "input":
             position = self.position.get((number, name))
             return None if position is None else self.inputs[position]
@@ -182,8 +193,11 @@ class _Unrolled:
                 for k, node in enumerate(template):
                     new_arguments = []
                     for j, old in enumerate(rows[k]):
-                        found = self.sources[stretch].get((k, j))
-                        new = calls[inside[old]] if found is None else self._read(found, layer)
+                        origin = self.sources[stretch].get((k, j))
+                        if origin is SEED:
+                            new = _copy(self.graph, old, old.all_input_nodes)
+                        else:
+                            new = calls[inside[old]] if origin is None else self._read(origin, layer)
                         if new is None:
                             raise LayersDiffer(f"{node.name} reads {old.name}, which not every layer has")
                         fake.match_storages(old.meta["val"], new.meta["val"], storages)
@@ -219,9 +233,9 @@ class _Unrolled:
             for layer, calls in enumerate(self.layers[stretch]):
                 if calls[0] not in stretch.place:
                     continue
-                for (k, j), found in self.sources[stretch].items():
+                for (k, j), origin in self.sources[stretch].items():
                     arguments = repeats.arguments(calls[k])
-                    new = self._read(found, layer)
+                    new = self._read(origin, layer)
                     if new is not None and new is not arguments[j]:
                         arguments[j] = new
                         _set_arguments(calls[k], arguments)
@@ -248,11 +262,11 @@ class _Unrolled:
         for name in {name for _, name in self.short.own.values()}:
             kept = [p for (i, own), p in sorted(self.position.items(), key=str) if own == name and p in gradients]
             kept.sort(key=lambda p: self.short.own[p][0])
-            found = source([gradients[p] for p in kept], self._member)
+            origin = source([gradients[p] for p in kept], self._member)
             for (layer, own), p in self.position.items():
-                if own == name and (p not in gradients or found.row is not None):
-                    new = self._read(found, layer)
-                    if new is None and p not in gradients and found.row is not None:
+                if own == name and (p not in gradients or origin.row is not None):
+                    new = self._read(origin, layer)
+                    if new is None and p not in gradients and origin.row is not None:
                         raise LayersDiffer(f"the gradient of {name} is not made in every layer")
                     gradients[p] = gradients.get(p) if new is None else new
         every = range(len(self.short.inputs))

@@ -193,7 +193,7 @@ def test_later_calls_and_other_weights():
     reference, _ = build(layers=8)
     other = torch.optim.SGD(reference.parameters(), 0.1)
     for _ in range(3):
-        for m, o, run in ((model, optimizer, compiled), (reference, other, reference)):
+        for o, run in ((optimizer, compiled), (other, reference)):
             o.zero_grad()
             run(ids).backward()
             o.step()
@@ -260,9 +260,21 @@ def test_layers_of_which_one_is_frozen_are_not_left_out():
     assert "of two layers are not alike" in why(model, ids)
 
 
-def test_counters_that_layers_write(traced):
-    """What is found only when the graph is traced: all layers are compiled then."""
+def count_a_view(i, layer, x):
+    layer.calls.view(1).add_(1)
+    return layer(x)
+
+
+def test_counters_that_layers_write():
     model, ids = build(around=one_more)
+    for layer in model.layers:
+        layer.register_buffer("calls", torch.zeros((), dtype=torch.long))
+    assert "a layer writes" in why(model, ids)
+
+
+def test_counters_that_layers_write_as_views(traced):
+    """What is found only when the graph is traced: all layers are compiled then."""
+    model, ids = build(around=count_a_view)
     for layer in model.layers:
         layer.register_buffer("calls", torch.zeros((), dtype=torch.long))
     whole = step(model, ids, whole=True)
@@ -284,6 +296,30 @@ def test_layers_whose_backward_differs(traced):
 def test_options_that_look_at_each_layer(options, traced):
     step(*build(), **options)
     assert traced[1][-1].effective["layers"].startswith("each: ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["plain", "biases and dropout", "checkpointed", "two kinds in turn"])
+def test_generated_code_is_that_of_all_layers(kind, traced, tmp_path, monkeypatch):
+    """Dropout too: its seeds are counted in the order of the layers."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    graphs, records = traced
+    model, ids = build(**ALIKE[kind])
+    whole = step(model, ids, whole=True, codegen="inductor")
+    few = step(model, ids, codegen="inductor")
+    assert records[-1].effective["layers"].endswith("are copies of others")
+    calls = [[row[:3] for row in graph] for graph in graphs]  # what is inlined takes its fake values from one body
+    assert calls[0] == calls[1]
+    for a, b in zip(whole, few, strict=True):  # the former has each layer's code for itself
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_generated_code_without_gradients():
+    model, ids = build()
+    with torch.no_grad():
+        found = torch.compile(model, backend="mindspeed")(ids)
+        torch.testing.assert_close(found, model(ids), rtol=1e-12, atol=0)
 
 
 @pytest.mark.slow

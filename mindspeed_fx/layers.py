@@ -1,0 +1,26 @@
+"""When layers that are alike may be left out of what is traced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindspeed_fx.passes.lowering import repeated_layers
+from mindspeed_fx.report import recorder
+
+
+def why_each(compilation: Any) -> str:
+    """Why a :class:`mindspeed_fx.backend.Compilation` captures and differentiates each layer for itself; empty where
+    layers that are like others may be left out (:mod:`mindspeed_fx.partition.shorten`)."""
+    c, share = compilation, repeated_layers.NAME
+    for_itself = {
+        "the model is parallelized": c.sharding is not None,
+        "what is captured, and each pass, is recorded": c.readable is not None or recorder.is_modelling(),
+        "passes are checked": c.options.check != "off",
+        "under a memory budget each layer is decided for itself": c.options.memory_budget is not None,
+        "floating-point operations are counted": c.options.count_flops,
+        "gradients are averaged, or weights updated, gathered or freed, one by one": bool(
+            c.averaged or c.steps or c.gathers or c.freed.identity or c.late or c.takes_turns
+        ),
+        f'pass "{share}" is off': all(p.name != share for p in c.pipeline.passes),
+    }
+    return next((why for why, holds in for_itself.items() if holds), "")
