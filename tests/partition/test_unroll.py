@@ -210,6 +210,18 @@ def test_without_gradients(traced):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
+def test_weights_that_lie_in_one_buffer(traced):
+    model, ids = build()
+    whole = step(model, ids, whole=True)
+    buffer, start = torch.cat([p.detach().flatten() for p in model.parameters()]), 0
+    for p in model.parameters():
+        p.data = buffer[start : start + p.numel()].view(p.shape)
+        start += p.numel()
+    few = step(model, ids)
+    assert traced[1][-1].effective["layers"].endswith("are copies of others")
+    assert all(torch.equal(a, b) for a, b in zip(whole, few, strict=True))
+
+
 def why(model, *inputs):
     """Why layers are not left out of the graph that Dynamo makes."""
     reasons = []
