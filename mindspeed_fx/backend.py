@@ -3,8 +3,9 @@
     Dynamo graph -> capture -> captured passes -> AOTAutograd -> joint passes -> cut -> partitioned passes -> lowering
     -> codegen
 
-With codegen "inductor" the steps sit in Inductor's hooks (one composite object per hook, known to its caches by
-:func:`identity`); with "eager" the same steps run around AOTAutograd alone.
+Of layers that are alike four go this way up to the cut (:mod:`mindspeed_fx.partition.shorten`). With codegen "inductor"
+the steps sit in Inductor's hooks (one composite object per hook, known to its caches by :func:`identity`); with "eager"
+the same steps run around AOTAutograd alone.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from mindspeed_fx.garbage import without_collection
 from mindspeed_fx.hooks import CapturedPasses, identity
 from mindspeed_fx.kernels.lower import lower
 from mindspeed_fx.kernels.npu import acl_graph
-from mindspeed_fx.layers import why_each
+from mindspeed_fx.layers import leave_out
 from mindspeed_fx.options import Options
 from mindspeed_fx.partition import written_inputs
 from mindspeed_fx.partition.offload import move
 from mindspeed_fx.partition.order import prepare_early
 from mindspeed_fx.partition.partitioner import Partitioner
-from mindspeed_fx.partition.shorten import Shortened, shorten
+from mindspeed_fx.partition.shorten import Shortened
 from mindspeed_fx.partition.stretch import LayersDiffer
 from mindspeed_fx.partition.unroll import unroll
 from mindspeed_fx.passes import overlap
@@ -155,7 +156,7 @@ class Compilation:
         self.takes_turns = turns.take(inputs, self.options.codegen)
         if self.steps is not None:
             inputs = self.steps.inputs
-        gm, inputs = self._leave_out_layers(gm, inputs)
+        gm, inputs, self.shortened = leave_out(self, gm, inputs)
         table = None
         if self.options.target == "npu":
             npu.accept_aliases()
@@ -203,18 +204,6 @@ class Compilation:
                 **hooks,
             )
         )
-
-    def _leave_out_layers(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, Sequence[Any]]:
-        """The graph without layers that are like others, which come back before it is cut, or why it keeps them."""
-        whole = self.whole or why_each(self)
-        if not whole:
-            try:
-                self.shortened = short = shorten(gm, inputs)
-                gm, inputs = short.gm, short.short_inputs
-            except LayersDiffer as why:
-                whole = str(why)
-        self.record.effective["layers"] = f"each: {whole}" if whole else f"{short.left_out} are copies of others"
-        return gm, inputs
 
     def _take_recompute(self, plan: Any) -> None:
         """What a plan says of recomputation becomes the option, unless the user's options decide it."""

@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Sequence
 
+import torch.fx as fx
+
+from mindspeed_fx.partition.shorten import Shortened, shorten
+from mindspeed_fx.partition.stretch import LayersDiffer
 from mindspeed_fx.passes.lowering import repeated_layers
 from mindspeed_fx.report import recorder
+
+
+def leave_out(
+    compilation: Any, gm: fx.GraphModule, inputs: Sequence[Any]
+) -> tuple[fx.GraphModule, Sequence[Any], Shortened | None]:
+    """A Dynamo graph and its inputs without layers that are like others, and what puts them back before the graph is
+    cut; as they are, and None, where each layer may matter for itself.
+    """
+    effective = compilation.record.effective
+    try:
+        if why := compilation.whole or why_each(compilation):
+            raise LayersDiffer(why)
+        short = shorten(gm, inputs)
+    except LayersDiffer as why:
+        effective["layers"] = f"each: {why}"
+        return gm, inputs, None
+    effective["layers"] = f"{short.left_out} are copies of others"
+    return short.gm, short.short_inputs, short
 
 
 def why_each(compilation: Any) -> str:
