@@ -77,7 +77,8 @@ def register_strategies(
     """Register a sharding rule with DTensor.
 
     ``torch.distributed.tensor.experimental.register_sharding`` does this too, but caches a rule by tensors and integers
-    alone, so that a call with other flags would get the first call's answer, and cannot ask for even parts.
+    alone, so that a call with other flags would get the first call's answer, and cannot ask for even parts. A sum over
+    ranks that is not yet made is scattered evenly or made whole: nobody knows the padding of uneven parts of it.
 
     Args:
         rule: called with the operator's arguments, tensors as DTensor specs; returns (results, tensor arguments) rows.
@@ -95,11 +96,13 @@ def register_strategies(
         rows = rule([spec(a) for a in schema.args_schema], {k: spec(v) for k, v in schema.kwargs_schema.items()})
         even = {(i, int(p)): p for _, inputs in rows for i, p in enumerate(inputs) if isinstance(p, Even)}
 
+        tensors = schema.args_strategy + schema.kwargs_strategy
+
         def allowed(inputs: list, _outputs: Any) -> bool:
             return all(
-                _even(x, even.get((i, p.dim)))
-                for i, x in enumerate(inputs)
-                for p in x.placements
+                _even(x, even.get((i, p.dim), Even(p.dim) if own.is_partial() else None))
+                for i, (x, arg) in enumerate(zip(inputs, tensors))
+                for p, own in zip(x.placements, arg.strategies[0].output_spec.placements)
                 if isinstance(p, Shard)
             )
 

@@ -160,6 +160,24 @@ def test_zeros_behind_weights_make_no_number_that_is_not_finite():
     assert result.whole == [] and len(result.padded) == 1
 
 
+def test_norm_of_a_sum_over_ranks_leaves_no_uneven_rows():
+    """A norm after a product by rows, before the padded residual: neither its batch nor its sequence is even."""
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.post = torch.nn.RMSNorm(32), torch.nn.Parameter(torch.randn(32))
+            self.up, self.down = torch.nn.Linear(32, 64, bias=False), torch.nn.Linear(64, 32, bias=False)
+
+        def forward(self, x):
+            y = self.down(self.up(self.norm(x)).tanh())
+            return (x + y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6) * (1 + self.post)).square().mean()
+
+    weights = {"up.weight": {"tp": "S(0)"}, "down.weight": {"tp": "S(1)"}}
+    plan = Plan("rows", ("tp",), weights, inputs={"*": {"tp": "S(1)"}}, keep_whole=True)
+    equal(Block().double(), {"tp": 2}, plan, torch.randn(3, 11, 32, dtype=torch.float64))
+
+
 def test_what_a_view_makes_of_a_dimension_begins_with_the_outer_one():
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
