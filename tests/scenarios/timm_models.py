@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.scenarios.steps import infer, train
+from tests.scenarios.steps import infer, train, widen_batch_normed
 from tests.scenarios.table import scenario
 
 SMALL = dict(embed_dim=32, depth=2, num_heads=4, patch_size=8, img_size=32)
@@ -66,9 +66,8 @@ def run_timm(run: Any, name: str) -> Any:
     how = MODELS[name]
     model = (small(name) if name in FIXED else timm.create_model(name, num_classes=6, **how)).train()
     size = how.get("img_size", 64)
-    images, labels = torch.randn(4, 3, size, size), torch.arange(4)
-    if any(isinstance(m, torch.nn.BatchNorm2d) for m in model.modules()):  # a ReLU's edge makes much of rounding
-        model, images = model.double(), images.double()
+    labels = torch.arange(4)
+    model, images = widen_batch_normed(model, torch.randn(4, 3, size, size))
     return train(run, model, (images,), lr=0.01, loss=lambda out: torch.nn.functional.cross_entropy(out, labels))
 
 
