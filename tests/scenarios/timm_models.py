@@ -30,7 +30,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mobilenetv3_small_050": {},
     "tinynet_e": {},
     "regnetx_002": {},
-    "ghostnet_050": {},
+    "ghostnet_050": dict(drop_rate=0.0),
     "densenet121": dict(growth_rate=4, block_config=(1, 1, 1, 1)),
     "levit_128s": dict(img_size=64, embed_dim=(32, 48, 64), depth=(1, 1, 1), num_heads=(2, 3, 4), key_dim=8),
     "pvt_v2_b0": dict(depths=(1, 1, 1, 1)),
