@@ -10,7 +10,7 @@ import torch
 
 @functools.cache
 def keep_dtype_of_running_sums() -> None:
-    """Inductor (2.11 to 2.14) counts in place of a running sum of a constant, in the constant's dtype, or in int64
+    """Inductor (2.11, 2.13) counts in place of a running sum of a constant, in the constant's dtype, or in int64
     where that is an integer's, whatever dtype the sum was asked for. What reads it in the same graph rounds as if
     nothing were wrong; a caller gets another dtype, and a backward that was compiled for float32 reads the bits of
     integers. Then the sum stays a sum.
