@@ -11,7 +11,7 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 import torch
 import torch.fx as fx
 
-from mindspeed_fx.compat import backward_writes, fake, graph_inputs, inductor_cache, structured_trace
+from mindspeed_fx.compat import backward_writes, fake, graph_inputs, inductor_cache, inductor_patterns, structured_trace
 from mindspeed_fx.errors import OptionError
 
 
@@ -103,6 +103,7 @@ def compile_with_inductor(
 
     inductor_cache.leave_untrusted_cache()
     _mend_forks()
+    inductor_patterns.keep_dtype_of_running_sums()
 
     @functools.wraps(compile_fx_inner)
     def lower(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import mindspeed_fx
-from tests.scenarios import configs
+from tests.scenarios import configs, table
 from tests.scenarios.table import scenario
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -96,6 +96,18 @@ def run_resume(run: Any) -> Any:
         one = trainer(run, folder, model(), **how | dict(max_steps=3))
         one.train(resume_from_checkpoint=True)
         return {k.replace("_orig_mod.", ""): v for k, v in one.model.state_dict().items()}
+
+
+@scenario("transformers/Trainer/label_smoothing_compiled_in_place")
+def run_compiled_in_place(run: Any) -> Any:
+    """The Trainer shifts the labels of what it knows for a causal model by the name of its class."""
+    one = model()
+    if run.name:
+        one.compile(backend=run.name)
+    with tempfile.TemporaryDirectory() as folder:
+        own = trainer(table.Run("eager"), folder, one, **SETTINGS["label_smoothing"])
+        own.train()
+        return [{"loss": r["loss"], "norm": r["grad_norm"]} for r in own.state.log_history if "loss" in r]
 
 
 @scenario("transformers/Trainer/own_loss")

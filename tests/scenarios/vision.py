@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.scenarios.steps import train
+from tests.scenarios.steps import train, widen_batch_normed
 from tests.scenarios.table import scenario
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -34,7 +34,8 @@ def run_torchvision(run: Any, name: str) -> Any:
 
     model = getattr(models, name)(num_classes=6, **MODELS[name]).train()
     size = 32 if name[0].isupper() else 64
-    images, labels = torch.randn(4, 3, size, size), torch.arange(4)
+    labels = torch.arange(4)
+    model, images = widen_batch_normed(model, torch.randn(4, 3, size, size))
     return train(run, model, (images,), lr=0.01, loss=lambda out: torch.nn.functional.cross_entropy(out, labels))
 
 
@@ -45,4 +46,5 @@ def run_segmentation(run: Any) -> Any:
     model = models.segmentation.lraspp_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=3).train()
     labels = torch.randint(0, 3, (2, 64, 64))
     loss = lambda out: torch.nn.functional.cross_entropy(out["out"], labels)
-    return train(run, model, (torch.randn(2, 3, 64, 64),), lr=0.01, steps=1, loss=loss)
+    model, images = widen_batch_normed(model, torch.randn(2, 3, 64, 64))
+    return train(run, model, (images,), lr=0.01, steps=1, loss=loss)

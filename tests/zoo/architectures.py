@@ -71,6 +71,7 @@ SMALL: dict[str, Any] = dict(
             "attn_pdrop",
             "embd_pdrop",
             "resid_pdrop",
+            "residual_dropout",
             "dropout",
             "hidden_dropout_prob",
             "attention_probs_dropout_prob",
