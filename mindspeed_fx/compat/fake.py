@@ -231,7 +231,7 @@ def past_modes() -> Any:
 def match_storages(old: Any, new: Any, storages: dict[int, Any]) -> None:
     """Note that what lies in the memory of ``old`` lies in that of ``new`` for a copy of a call."""
     for a, b in zip(pytree.tree_leaves(old), pytree.tree_leaves(new)):
-        if isinstance(a, torch.Tensor):
+        if _lies_in_memory(a):
             storages.setdefault(storage_of(a), b.untyped_storage())
 
 
@@ -239,16 +239,22 @@ def fresh(value: Any, storages: dict[int, Any]) -> Any:
     """A fake value like ``value`` for a copy of the call that makes it: of its sizes, strides and type, in the memory
     that ``storages`` names for the memory of ``value``, else in memory of its own, which is added there.
     """
-    if is_fake(value):  # the usual case, without the walk
+    if _lies_in_memory(value):  # the usual case, without the walk
         return _fresh(value, storages)
-    return pytree.tree_map_only(is_fake, lambda x: _fresh(x, storages), value)
+    return pytree.tree_map_only(_lies_in_memory, lambda x: _fresh(x, storages), value)
 
 
 def moved(value: Any, storages: dict[int, Any]) -> Any:
     """``value``, and a fake value like it where its memory is one that ``storages`` has another for."""
     if not storages:
         return value
-    return pytree.tree_map_only(is_fake, lambda x: _fresh(x, storages) if storage_of(x) in storages else x, value)
+    return pytree.tree_map_only(
+        _lies_in_memory, lambda x: _fresh(x, storages) if storage_of(x) in storages else x, value
+    )
+
+
+def _lies_in_memory(value: Any) -> bool:
+    return is_fake(value) and value.layout is torch.strided
 
 
 def _fresh(x: Any, storages: dict[int, Any]) -> torch.Tensor:

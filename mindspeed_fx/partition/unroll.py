@@ -57,8 +57,7 @@ SEED = Source("seed")
 
 
 class _Unrolled:
-    """A graph on its way from few layers to all. Layers have their number in the whole model, but of the stretches as
-    they were origin."""
+    """A graph on its way from few layers to all; layers have their number in the whole model, but in :class:`Stretch`."""
 
     def __init__(self, graph: fx.Graph, short: Shortened):
         self.graph, self.short, self.more = graph, short, short.left_out
@@ -72,6 +71,9 @@ class _Unrolled:
         }
         """Of each placeholder that layers have for themselves: number among the kept layers, and name."""
         self.position = {(i, name): p for p, (i, name) in short.own.items()}
+        is_joint = any(n.op == "placeholder" and not partitioner.is_input(n) for n in graph.nodes)
+        self.gradients = len(short.kept) if is_joint else 0
+        """How many of the last results are gradients."""
         self.stretches = self._find()
         self.sources = {s: dict(self._sources(s)) for s in self.stretches}
         self._check_readers()
@@ -84,16 +86,16 @@ class _Unrolled:
         """The stretches that read inputs of layers, or others of these, in order; of no more layers than were kept, for
         layers of two kinds in turn are calls of one kind where they differ in what they read alone."""
         calls = [n for n in self.graph.nodes if n.op == "call_function" and not inductor.is_seed(n)]
-        pieces, origin = [(0, len(calls))], []
+        pieces, matches = [(0, len(calls))], []
         while pieces:
             start, end = pieces.pop()
             candidates = stretches(calls[start:end], repeats.LEAST_CALLS)
             first, last, stretch = next((c for c in candidates if len(c[2].layers) <= KEPT), (0, 0, None))
             if stretch is not None:
-                origin.append((start + first, stretch))
+                matches.append((start + first, stretch))
                 pieces += [(start, start + first), (start + last, end)]
         known, results = set(self.own), []
-        for _, stretch in sorted(origin, key=lambda f: f[0]):
+        for _, stretch in sorted(matches, key=lambda m: m[0]):
             if any(a in known for nodes in stretch.layers for n in nodes for a in n.all_input_nodes):
                 results.append(stretch)
                 known.update(stretch.place)
@@ -124,7 +126,7 @@ class _Unrolled:
         """
         within = {n for s in self.stretches for n in s.place}
         output = self.graph.output_node()
-        results = set(output.args[0][: len(output.args[0]) - self._gradients()])
+        results = set(output.args[0][: len(output.args[0]) - self.gradients])
 
         def read_outside(node: fx.Node) -> bool:
             return node in results or any(u not in within and u is not output for u in node.users)
@@ -134,11 +136,6 @@ class _Unrolled:
             if all(any(map(read_outside, nodes)) for nodes in layers[1:-1]):
                 read = next(filter(read_outside, layers[1]))
                 raise LayersDiffer(f"{read.name} of a layer is read by what is of no layer")
-
-    def _gradients(self) -> int:
-        """How many results of the graph are gradients."""
-        is_joint = any(n.op == "placeholder" and not partitioner.is_input(n) for n in self.graph.nodes)
-        return len(self.inputs) if is_joint else 0
 
     # ------------------------------------------------------------ what a layer of the whole model reads
 
@@ -200,10 +197,10 @@ class _Unrolled:
                             new = calls[inside[old]] if origin is None else self._read(origin, layer)
                         if new is None:
                             raise LayersDiffer(f"{node.name} reads {old.name}, which not every layer has")
-                        fake.match_storages(old.meta["val"], new.meta["val"], storages)
+                        fake.match_storages(old.meta.get("val"), new.meta.get("val"), storages)
                         new_arguments.append(new)
                     calls.append(_copy(self.graph, node, new_arguments))
-                    calls[-1].meta["val"] = fake.fresh(node.meta["val"], storages)
+                    calls[-1].meta["val"] = fake.fresh(node.meta.get("val"), storages)
         layers += stretch.layers[BEFORE:]
         self._number_regions(stretch)
 
@@ -252,12 +249,11 @@ class _Unrolled:
 
     def add_gradients(self) -> None:
         """The gradients of all inputs, in their order."""
-        if not (count := self._gradients()):
+        if not self.gradients:
             return
         output = self.graph.output_node()
-        count = len(self.short.kept)
         results = list(output.args[0])
-        split = len(results) - count
+        split = len(results) - self.gradients
         gradients: dict[int, Any] = dict(zip(self.short.kept, results[split:]))
         for name in {name for _, name in self.short.own.values()}:
             kept = [p for (i, own), p in sorted(self.position.items(), key=str) if own == name and p in gradients]
