@@ -57,7 +57,7 @@ SEED = Source("seed")
 
 
 class _Unrolled:
-    """A graph on its way from few layers to all; layers have their number in the whole model, but in :class:`Stretch`."""
+    """A graph on its way from few layers to all; in :class:`Stretch` layers have the numbers of those kept."""
 
     def __init__(self, graph: fx.Graph, short: Shortened):
         self.graph, self.short, self.more = graph, short, short.left_out
