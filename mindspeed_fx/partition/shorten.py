@@ -134,9 +134,12 @@ def _description(owner: torch.nn.Module, name: str) -> Hashable:
 
 
 def _writes(call: fx.Node) -> bool:
-    """Whether it is plain that a call writes; what is not is found when the graph is traced."""
+    """Whether it is plain that a call writes, or its backward does; what is not is found when the graph is traced."""
     name = call.target if isinstance(call.target, str) else getattr(call.target, "__name__", "")
-    return call.target is operator.setitem or (name.endswith("_") and not name.endswith("__"))
+    plain = call.target is operator.setitem or (name.endswith("_") and not name.endswith("__"))
+    if isinstance(call.target, torch._ops.OpOverload):
+        plain = call.target._schema.is_mutable
+    return plain or "main_grad" in name
 
 
 def _made(stretch: Stretch, node: fx.Node) -> tuple[Hashable, int, int] | None:

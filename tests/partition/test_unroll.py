@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+import mindspeed_fx.megatron.main_grad  # noqa: F401  the operator
 from mindspeed_fx.compat import partitioner
 from mindspeed_fx.partition.shorten import shorten
 from mindspeed_fx.partition.stretch import LayersDiffer
@@ -281,6 +282,18 @@ def test_counters_that_layers_write():
     model, ids = build(around=one_more)
     for layer in model.layers:
         layer.register_buffer("calls", torch.zeros((), dtype=torch.long))
+    assert "a layer writes" in why(model, ids)
+
+
+def add_to_main_grad(i, layer, x):
+    return layer(x) + torch.ops.mindspeed.linear_main_grad(x, layer.out.weight, layer.main_grad, False, -1)
+
+
+def test_layers_whose_backward_adds_to_main_grad():
+    """Known before anything is traced, so that nothing is traced twice."""
+    model, ids = build(around=add_to_main_grad)
+    for layer in model.layers:
+        layer.main_grad = torch.zeros_like(layer.out.weight)
     assert "a layer writes" in why(model, ids)
 
 
