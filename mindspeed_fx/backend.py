@@ -88,14 +88,15 @@ def mindspeed(
     is_meta = {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)} == {"meta"}
     try:
         return Compilation(resolved, is_meta, whole="").compile(gm, example_inputs)
-    except LayersDiffer as why:  # of the graphs that were traced from a few of the layers
-        return Compilation(resolved, is_meta, whole=str(why)).compile(gm, example_inputs)
+    except LayersDiffer as difference:  # of the graphs that were traced from a few of the layers
+        why = str(difference)
+    return Compilation(resolved, is_meta, whole=why).compile(gm, example_inputs)
 
 
 class Compilation:
     """One Dynamo graph on its way; holds what the hooks share."""
 
-    def __init__(self, options: Options, is_meta: bool = False, whole: str = "of a stage"):
+    def __init__(self, options: Options, is_meta: bool = False, whole: str = "not compiled by torch.compile alone"):
         self.options = options
         self.whole = whole
         """Why every layer is traced; empty where some may be copies of others."""
@@ -156,7 +157,7 @@ class Compilation:
         self.takes_turns = turns.take(inputs, self.options.codegen)
         if self.steps is not None:
             inputs = self.steps.inputs
-        gm, inputs, self.shortened = leave_out(self, gm, inputs)
+        inputs, self.shortened = leave_out(self, gm, inputs)
         table = None
         if self.options.target == "npu":
             npu.accept_aliases()

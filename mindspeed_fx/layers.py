@@ -12,11 +12,12 @@ from mindspeed_fx.passes.lowering import repeated_layers
 from mindspeed_fx.report import recorder
 
 
-def leave_out(
-    compilation: Any, gm: fx.GraphModule, inputs: Sequence[Any]
-) -> tuple[fx.GraphModule, Sequence[Any], Shortened | None]:
-    """A Dynamo graph and its inputs without layers that are like others, and what puts them back before the graph is
-    cut; as they are, and None, where each layer may matter for itself.
+def leave_out(compilation: Any, gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Sequence[Any], Shortened | None]:
+    """Leave layers that are like others out of a copy of Dynamo's graph, in place.
+
+    Returns:
+        The inputs that it then has, and what puts the layers back before the graph is cut; ``inputs`` and None where
+        each layer may matter for itself.
     """
     effective = compilation.record.effective
     try:
@@ -25,9 +26,9 @@ def leave_out(
         short = shorten(gm, inputs)
     except LayersDiffer as why:
         effective["layers"] = f"each: {why}"
-        return gm, inputs, None
+        return inputs, None
     effective["layers"] = f"{short.left_out} are copies of others"
-    return short.gm, short.short_inputs, short
+    return [inputs[i] for i in short.kept], short
 
 
 def why_each(compilation: Any) -> str:

@@ -17,14 +17,14 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
-from mindspeed_fx.compat import inductor, partitioner
+from mindspeed_fx.compat import fx_graph, inductor, partitioner
 from mindspeed_fx.graph import collectives, op_sets, storage
 
 LEAST_LAYERS = 3
 LEAST_CALLS = 16
 """Of a layer: code for fewer is made faster than it is called."""
-CANDIDATES, BEFORE = 48, 6
-"""Lengths of a period that are looked at; like calls before a call that are."""
+CANDIDATES, RECENT = 48, 6
+"""Lengths of a period that are looked at; like calls before a call, whose distances are lengths."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,8 @@ def word(node: fx.Node) -> Any:
 
 
 def value(node: fx.Node) -> str:
-    leaves = pytree.tree_leaves(node.meta.get("val", node.meta.get("example_value")))
+    """Sizes, strides, types and devices of what a node gives."""
+    leaves = pytree.tree_leaves(fx_graph.example_value_of(node))
     return str([(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else x for x in leaves])
 
 
@@ -91,7 +92,7 @@ def _periods(words: Sequence[int], least: int) -> list[int]:
     seen: dict[int, collections.deque[int]] = {}
     counts: collections.Counter[int] = collections.Counter()
     for i, word in enumerate(words):
-        before = seen.setdefault(word, collections.deque(maxlen=BEFORE))
+        before = seen.setdefault(word, collections.deque(maxlen=RECENT))
         counts.update(i - k for k in before)
         before.append(i)
     return [distance for distance, _ in counts.most_common() if distance >= least][:CANDIDATES]

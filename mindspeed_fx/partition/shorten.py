@@ -8,14 +8,15 @@ the whole graph is compiled as it is.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any, Hashable, Sequence
 
 import torch
 import torch.fx as fx
 
-from mindspeed_fx.compat import fake, graph_inputs
+from mindspeed_fx.capture.transforms import writes
+from mindspeed_fx.compat import fake
+from mindspeed_fx.graph.recompile import recompile
 from mindspeed_fx.partition import repeats
 from mindspeed_fx.partition.stretch import LayersDiffer, Source, Stretch, source, stretches
 
@@ -24,40 +25,37 @@ KEPT = 4
 BEFORE = KEPT // 2
 LEAST_LEFT_OUT = 2
 """Layers: leaving out fewer saves less than looking for them costs."""
+LEAST_CALLS = repeats.LEAST_CALLS // 2
+"""Of a layer: of fewer, two or three operators each, unrolling finds no layers."""
 
 
 @dataclass(frozen=True)
 class Shortened:
-    """A graph of fewer layers, and which inputs the whole one has."""
+    """What a graph lacks. It holds no inputs: it lives as long as the backward is not compiled."""
 
-    gm: fx.GraphModule
     left_out: int
-    inputs: tuple[Any, ...]
-    """Of the whole graph."""
     kept: tuple[int, ...]
     """Of each input of the short graph its position in the whole one."""
+    inputs: int
+    """How many the whole graph has."""
     own: dict[int, tuple[int, Hashable]]
     """Position in the whole graph of an input that each layer has for itself -> (layer, its name in every layer)."""
 
     @property
-    def short_inputs(self) -> list[Any]:
-        return [self.inputs[i] for i in self.kept]
-
-    @property
     def identity(self) -> str:
         """What compile caches must know besides the short graph."""
-        return f"-{self.left_out} more layers of {len(self.inputs)} inputs: {sorted(self.own.items())}"
+        return f"-{self.left_out} more layers of {self.inputs} inputs: {sorted(self.own.items())}"
 
 
 def shorten(gm: fx.GraphModule, inputs: Sequence[Any]) -> Shortened:
-    """The graph without its middle layers; ``gm`` stays as it is.
+    """Leave the middle layers out of ``gm``, in place.
 
     Args:
-        gm: Dynamo graph.
-        inputs: its fake inputs.
+        gm: a copy of Dynamo's graph.
+        inputs: its inputs.
 
     Raises:
-        LayersDiffer: there are too few layers, or they are not alike; says why.
+        LayersDiffer: there are too few layers, or they are not alike; says why. Then the graph stays as it is.
     """
     if any(fake.has_symbols(x) or isinstance(x, torch.SymInt) for x in inputs):
         raise LayersDiffer("sizes are symbols")
@@ -67,6 +65,9 @@ def shorten(gm: fx.GraphModule, inputs: Sequence[Any]) -> Shortened:
     calls = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
     for _, _, stretch in stretches(calls, least=1):  # a checkpointed layer is one call
         if len(stretch.layers) >= KEPT + LEAST_LEFT_OUT:
+            if (size := sum(map(_calls, stretch.layers[0]))) < LEAST_CALLS:
+                reasons.append(f"a layer is {size} calls, fewer than {LEAST_CALLS}")
+                continue
             try:
                 return _without_middle(gm, stretch, inputs)
             except LayersDiffer as why:
@@ -75,19 +76,22 @@ def shorten(gm: fx.GraphModule, inputs: Sequence[Any]) -> Shortened:
 
 
 def _without_middle(gm: fx.GraphModule, stretch: Stretch, inputs: Sequence[Any]) -> Shortened:
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    position = {n: i for i, n in enumerate(placeholders)}
+    position = {n: i for i, n in enumerate(gm.graph.find_nodes(op="placeholder"))}
     own = _own_inputs(stretch, position, inputs)
+    if not own:
+        raise LayersDiffer("layers have no inputs of their own")
     _check_readers(stretch, own)
-    short = graph_inputs.copy_dynamo_graph(gm)
-    copies = dict(zip(gm.graph.nodes, short.graph.nodes, strict=True))
-    _leave_out(short.graph, Stretch([[copies[n] for n in calls] for calls in stretch.layers]))
-    for node, (i, _) in own.items():
-        if i in _middle(stretch):
-            short.graph.erase_node(copies[node])
     kept = tuple(i for n, i in position.items() if own.get(n, (0, ""))[0] not in _middle(stretch))
-    left_out = len(stretch.layers) - KEPT
-    return Shortened(short, left_out, tuple(inputs), kept, {position[n]: where for n, where in own.items()})
+    _leave_out(gm.graph, stretch, own)
+    recompile(gm)
+    return Shortened(len(_middle(stretch)), kept, len(inputs), {position[n]: where for n, where in own.items()})
+
+
+def _calls(node: fx.Node) -> int:
+    """How many calls a call is, with those of the graphs that it calls."""
+    bodies = [getattr(node.graph.owning_module, a.target) for a in node.all_input_nodes if a.op == "get_attr"]
+    inner = [n for body in bodies if isinstance(body, fx.GraphModule) for n in body.graph.nodes]
+    return 1 + sum(_calls(n) for n in inner if n.op.startswith("call"))
 
 
 def _middle(stretch: Stretch) -> range:
@@ -135,11 +139,8 @@ def _description(owner: torch.nn.Module, name: str) -> Hashable:
 
 def _writes(call: fx.Node) -> bool:
     """Whether it is plain that a call writes, or its backward does; what is not is found when the graph is traced."""
-    name = call.target if isinstance(call.target, str) else getattr(call.target, "__name__", "")
-    plain = call.target is operator.setitem or (name.endswith("_") and not name.endswith("__"))
-    if isinstance(call.target, torch._ops.OpOverload):
-        plain = call.target._schema.is_mutable
-    return plain or "main_grad" in name
+    by_schema = isinstance(call.target, torch._ops.OpOverload) and call.target._schema.is_mutable
+    return by_schema or writes(call) or "main_grad" in getattr(call.target, "__name__", "")
 
 
 def _made(stretch: Stretch, node: fx.Node) -> tuple[Hashable, int, int] | None:
@@ -176,7 +177,7 @@ def _check_readers(stretch: Stretch, own: dict[fx.Node, tuple[int, Hashable]]) -
             raise LayersDiffer(f"{node.name} of a layer is read outside of it")
 
 
-def _leave_out(graph: fx.Graph, stretch: Stretch) -> None:
+def _leave_out(graph: fx.Graph, stretch: Stretch, own: dict[fx.Node, tuple[int, Hashable]]) -> None:
     middle = _middle(stretch)
     last = stretch.layers[middle.stop - 1]
     for node, standing_in in zip(last, stretch.layers[middle.start - 1]):
@@ -185,4 +186,7 @@ def _leave_out(graph: fx.Graph, stretch: Stretch) -> None:
         )
     for i in reversed(middle):
         for node in reversed(stretch.layers[i]):
+            graph.erase_node(node)
+    for node, (i, _) in own.items():
+        if i in middle:
             graph.erase_node(node)

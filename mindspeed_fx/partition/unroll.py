@@ -26,7 +26,7 @@ def unroll(gm: fx.GraphModule, short: Shortened, inputs: Sequence[Any]) -> list[
     """Give ``gm`` the layers that ``short`` left out, in place, and its compiled form their inputs.
 
     Args:
-        gm: joint or inference graph traced from ``short.gm``; nodes have ``meta["val"]``.
+        gm: joint or inference graph traced from the short one; nodes have ``meta["val"]``.
         inputs: what it was traced with.
 
     Returns:
@@ -46,10 +46,9 @@ def unroll(gm: fx.GraphModule, short: Shortened, inputs: Sequence[Any]) -> list[
         inductor.number_seeds(gm.graph)
     whole.add_gradients()
     gm.graph.lint()
-    like = [whole.like(i) for i in range(len(short.inputs))]
-    aot_inputs.give_inputs(like, short.kept)
-    values = {p: node.meta["val"] for p, node in whole.inputs.items()} | dict(zip(short.kept, inputs, strict=True))
-    return [values[p] for p in range(len(short.inputs))]
+    aot_inputs.give_inputs(whole.like, short.kept)
+    traced = dict(zip(short.kept, inputs, strict=True))
+    return [traced[p] if p in traced else whole.inputs[p].meta["val"] for p in range(short.inputs)]
 
 
 SEED = Source("seed")
@@ -70,7 +69,12 @@ class _Unrolled:
             self.inputs[p]: (self._shortened(i), name) for p, (i, name) in short.own.items() if p in self.inputs
         }
         """Of each placeholder that layers have for themselves: number among the kept layers, and name."""
-        self.position = {(i, name): p for p, (i, name) in short.own.items()}
+        self.position = {where: p for p, where in short.own.items()}
+        kept = {p: i for i, p in enumerate(short.kept)}
+        self.like = [
+            kept[p] if p in kept else kept[self.position[BEFORE - 1, short.own[p][1]]] for p in range(short.inputs)
+        ]
+        """Of each position the input of the short graph that is, or stands for, the input there."""
         is_joint = any(n.op == "placeholder" and not partitioner.is_input(n) for n in graph.nodes)
         self.gradients = len(short.kept) if is_joint else 0
         """How many of the last results are gradients."""
@@ -151,23 +155,16 @@ class _Unrolled:
         layers = self.layers[self.stretches[kind]]
         return layers[number][name] if 0 <= number < len(layers) else None
 
-    def like(self, position: int) -> int:
-        """The input of the short graph that an input of the whole one is treated as."""
-        if position in self.short.kept:
-            return self.short.kept.index(position)
-        _, name = self.short.own[position]
-        return self.short.kept.index(self.position[BEFORE - 1, name])
-
     # ------------------------------------------------------------ steps
 
     def add_inputs(self) -> None:
         """A placeholder for each input of the whole model, in their order, before all else."""
         taken = {n.name for n in self.graph.nodes}
         names = (name for i in itertools.count(len(self.inputs) + 1) if (name := f"primals_{i}") not in taken)
-        for p in reversed(range(len(self.short.inputs))):
+        for p in reversed(range(self.short.inputs)):
             first = next(iter(self.graph.nodes))
             if p not in self.inputs:
-                template = self.inputs[self.short.kept[self.like(p)]]
+                template = self.inputs[self.short.kept[self.like[p]]]
                 with self.graph.inserting_before(first):
                     self.inputs[p] = self.graph.placeholder(next(names))
                 self.inputs[p].meta = {**template.meta, "val": fake.fresh(template.meta["val"], {})}
@@ -235,7 +232,7 @@ class _Unrolled:
                     new = self._read(origin, layer)
                     if new is not None and new is not arguments[j]:
                         arguments[j] = new
-                        _set_arguments(calls[k], arguments)
+                        calls[k].args, calls[k].kwargs = _with_arguments(calls[k], arguments)
         added = {n for s in self.stretches for calls in self.layers[s] for n in calls if n not in s.place}
         for node in self.graph.nodes:
             if node.op == "call_function" and node not in added:
@@ -255,25 +252,23 @@ class _Unrolled:
         results = list(output.args[0])
         split = len(results) - self.gradients
         gradients: dict[int, Any] = dict(zip(self.short.kept, results[split:]))
-        for name in {name for _, name in self.short.own.values()}:
-            kept = [p for (i, own), p in sorted(self.position.items(), key=str) if own == name and p in gradients]
-            kept.sort(key=lambda p: self.short.own[p][0])
-            origin = source([gradients[p] for p in kept], self._member)
-            for (layer, own), p in self.position.items():
-                if own == name and (p not in gradients or origin.row is not None):
-                    new = self._read(origin, layer)
-                    if new is None and p not in gradients and origin.row is not None:
-                        raise LayersDiffer(f"the gradient of {name} is not made in every layer")
-                    gradients[p] = gradients.get(p) if new is None else new
-        every = range(len(self.short.inputs))
-        output.args = (type(output.args[0])([*results[:split], *(gradients[p] for p in every)]),)
+        rows: dict[Any, list[int]] = {}
+        for p, (_, name) in sorted(self.short.own.items(), key=lambda own: own[1][0]):
+            rows.setdefault(name, []).append(p)
+        for name, positions in rows.items():
+            origin = source([gradients[p] for p in positions if p in gradients], self._member)
+            for layer, p in enumerate(positions):
+                new = self._read(origin, layer)
+                if new is None and origin.row is not None and p not in gradients:
+                    raise LayersDiffer(f"not every layer has a gradient of {name}")
+                gradients[p] = gradients.get(p) if new is None else new
+        output.args = (type(output.args[0])([*results[:split], *(gradients[p] for p in range(self.short.inputs))]),)
         if "desc" in output.meta:
             output.meta["desc"] = self._descriptions(output.meta["desc"], split)
 
     def _descriptions(self, old: Any, split: int) -> list[Any]:
         leaves = pytree.tree_leaves(old, is_leaf=lambda x: x is None)
-        every = range(len(self.short.inputs))
-        return [*leaves[:split], *(aot_inputs.renumber(leaves[split + self.like(p)], p) for p in every)]
+        return [*leaves[:split], *(aot_inputs.renumber(leaves[split + i], p) for p, i in enumerate(self.like))]
 
 
 def _are_equal(nodes: Sequence[fx.Node]) -> bool:
@@ -285,13 +280,12 @@ def _are_equal(nodes: Sequence[fx.Node]) -> bool:
 
 
 def _copy(graph: fx.Graph, node: fx.Node, arguments: Sequence[fx.Node]) -> fx.Node:
-    following = iter(arguments)
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(following))
-    new = graph.create_node(node.op, node.target, args, kwargs, node.name)
+    new = graph.create_node(node.op, node.target, *_with_arguments(node, arguments), node.name)
     new.meta = dict(node.meta)
     return new
 
 
-def _set_arguments(node: fx.Node, arguments: Sequence[fx.Node]) -> None:
+def _with_arguments(node: fx.Node, arguments: Sequence[fx.Node]) -> tuple[Any, Any]:
+    """What a call has for args and kwargs, with other nodes in the order of :func:`repeats.arguments`."""
     following = iter(arguments)
-    node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(following))
+    return fx.map_arg((node.args, node.kwargs), lambda _: next(following))

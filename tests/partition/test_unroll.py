@@ -3,6 +3,9 @@ layers, number for number; and what is traced whole, with the reason."""
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.fx as fx
@@ -249,6 +252,7 @@ def one_more(i, layer, x):
         ({"layers": 5}, "fewer than 6 neighbouring layers are alike"),
         ({"each": lambda i: {"scale": 1.0 / (i + 1)}}, "fewer than 6 neighbouring layers are alike"),
         ({"each": lambda i: {"bias": i == 4}}, "fewer than 6 neighbouring layers are alike"),
+        ({"around": lambda i, layer, x: x + layer.out(x)}, "a layer is 2 calls, fewer than 8"),
         ({"read": lambda states: torch.stack(states).square().mean()}, "of a layer is read outside of the next"),
         ({"read": lambda states: states[4].square().mean()}, "of a layer is read outside of the next"),
     ],
@@ -265,6 +269,25 @@ def test_layers_with_one_weight_are_not_left_out():
     assert all(torch.equal(a, b) for a, b in zip(whole, few, strict=True))
     model.layers[3].out = model.layers[2].out = nn.Linear(16, 16, bias=False).double()
     assert "are read at the same place" in why(model, ids) or "not alike" in why(model, ids)
+
+
+def test_one_layer_that_runs_often_is_not_left_out():
+    """As ALBERT's: known before anything is traced, so that nothing is traced twice."""
+    model, ids = build()
+    model.layers = nn.ModuleList([model.layers[0]] * LAYERS)
+    assert why(model, ids) == "layers have no inputs of their own"
+
+
+def test_weights_go_with_their_model(traced):
+    model, ids = build()
+    compiled = torch.compile(model, backend="mindspeed", options={"codegen": "eager"})
+    compiled(ids).backward()
+    assert traced[1][-1].effective["layers"].endswith("are copies of others")
+    weight = weakref.ref(model.layers[4].out.weight)
+    traced[1].clear()
+    del model, compiled
+    gc.collect()
+    assert weight() is None
 
 
 def test_layers_of_which_one_is_frozen_are_not_left_out():
