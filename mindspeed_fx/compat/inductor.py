@@ -11,7 +11,15 @@ from typing import Any, Callable, Iterator, Mapping, Sequence
 import torch
 import torch.fx as fx
 
-from mindspeed_fx.compat import backward_writes, fake, graph_inputs, inductor_cache, inductor_patterns, structured_trace
+from mindspeed_fx.compat import (
+    backward_writes,
+    called_graphs,
+    fake,
+    graph_inputs,
+    inductor_cache,
+    inductor_patterns,
+    structured_trace,
+)
 from mindspeed_fx.errors import OptionError
 
 
@@ -104,6 +112,7 @@ def compile_with_inductor(
     inductor_cache.leave_untrusted_cache()
     _mend_forks()
     inductor_patterns.keep_dtype_of_running_sums()
+    called_graphs.keep_inputs()
 
     @functools.wraps(compile_fx_inner)
     def lower(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -319,29 +328,6 @@ def _primitive(node: fx.Node) -> str:
     target = node.target
     named = isinstance(target, torch._ops.OpOverload) and target.namespace == "prims"
     return target._schema.name.split("::")[1] if named else ""
-
-
-def call_subgraph(
-    graph: fx.Graph, body: fx.Node, inputs: Sequence[fx.Node], results: Sequence[fx.Node]
-) -> list[fx.Node]:
-    """A call of the graph behind ``body`` (get_attr) with ``inputs``, for which Inductor makes code once however often
-    it is called; nodes like ``results``, one for each that it returns.
-    """
-    call = graph.call_function(torch.ops.higher_order.invoke_subgraph, (body, body.target, *inputs))
-    call.meta["val"] = tuple(n.meta["val"] for n in results)
-    items = []
-    for i, node in enumerate(results):
-        items.append(graph.call_function(operator.getitem, (call, i)))
-        items[-1].meta.update({k: v for k, v in node.meta.items() if k in ("val", "tensor_meta")})
-    return items
-
-
-def keep_layouts(output: fx.Node) -> None:
-    """Have Inductor return what a called graph returns with the strides of its fake values, which its callers rely
-    on."""
-    values = output.args[0]
-    output.meta["user_visible_output_idxs"] = list(range(len(values)))
-    output.meta["original_output_strides"] = [n.meta["val"].stride() for n in values]
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from typing import Sequence
 import torch
 import torch.fx as fx
 
-from mindspeed_fx.compat import fx_graph, inductor
+from mindspeed_fx.compat import called_graphs, fx_graph, inductor
 from mindspeed_fx.graph import op_sets, storage
 from mindspeed_fx.graph.recompile import recompile
 from mindspeed_fx.partition import repeats
@@ -84,7 +84,7 @@ def share(gm: fx.GraphModule, repeat: repeats.Repeat, results: dict[fx.Node, fx.
         values = [calls[i] for i in repeat.outputs]
         inside = {n for n in calls if not storage.is_view(n)}
         with gm.graph.inserting_before(calls[0]):
-            items = inductor.call_subgraph(gm.graph, body, [results.get(n, n) for n in inputs], values)
+            items = called_graphs.call_subgraph(gm.graph, body, [results.get(n, n) for n in inputs], values)
         results.update(zip(values, items))
         for node in values:
             node.replace_all_uses_with(results[node], delete_user_cb=lambda user: user not in inside)
@@ -101,5 +101,5 @@ def _graph_of(layer: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequ
         copies[source].meta["val"] = source.meta["val"]
     for node in layer:
         copies[node] = graph.node_copy(node, lambda n: copies[n])
-    inductor.keep_layouts(graph.output(tuple(copies[layer[i]] for i in outputs)))
+    called_graphs.keep_layouts(graph.output(tuple(copies[layer[i]] for i in outputs)))
     return fx.GraphModule({}, graph)

@@ -1,0 +1,51 @@
+"""Graphs that a graph calls, of which Inductor makes code once: part of :mod:`mindspeed_fx.compat`."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any, Sequence
+
+import torch
+import torch.fx as fx
+
+
+@functools.cache
+def keep_inputs() -> None:
+    """Inductor (2.11 to 2.14) takes the numbers of those inputs of a backward whose memory may be written anew for
+    numbers of the inputs of each graph that it calls, too: a table that all layers read, or a gradient that the
+    caller still holds, was overwritten by the first of them. A called graph leaves its inputs as they are.
+    """
+    from torch._inductor.graph import SubgraphLowering
+
+    begin = SubgraphLowering.__init__
+
+    @functools.wraps(begin)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        self.bw_donated_idxs = None
+
+    SubgraphLowering.__init__ = __init__
+
+
+def call_subgraph(
+    graph: fx.Graph, body: fx.Node, inputs: Sequence[fx.Node], results: Sequence[fx.Node]
+) -> list[fx.Node]:
+    """A call of the graph behind ``body`` (get_attr) with ``inputs``, for which Inductor makes code once however often
+    it is called; nodes like ``results``, one for each that it returns.
+    """
+    call = graph.call_function(torch.ops.higher_order.invoke_subgraph, (body, body.target, *inputs))
+    call.meta["val"] = tuple(n.meta["val"] for n in results)
+    items = []
+    for i, node in enumerate(results):
+        items.append(graph.call_function(operator.getitem, (call, i)))
+        items[-1].meta.update({k: v for k, v in node.meta.items() if k in ("val", "tensor_meta")})
+    return items
+
+
+def keep_layouts(output: fx.Node) -> None:
+    """Have Inductor return what a called graph returns with the strides of its fake values, which its callers rely
+    on."""
+    values = output.args[0]
+    output.meta["user_visible_output_idxs"] = list(range(len(values)))
+    output.meta["original_output_strides"] = [n.meta["val"].stride() for n in values]
