@@ -37,6 +37,7 @@ def worker(rank, store, scenarios):
             for name in (
                 "divided_loss",
                 "divided_loss_in_generated_code",
+                "many_layers_in_generated_code",
                 "uneven_in_generated_code",
                 "two_rings_in_generated_code",
                 "masks",

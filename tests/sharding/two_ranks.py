@@ -28,7 +28,7 @@ def batch(rows=4, seq=16):
 
 def whole_model(**settings) -> Llama:
     torch.manual_seed(0)
-    return Llama(layers=1, **settings).double()
+    return Llama(**{"layers": 1, **settings}).double()
 
 
 def compiled(model, dim, plan, dynamic=None, **options):
@@ -102,6 +102,13 @@ def generated_code():
     assert report.effective_options["codegen"] == "inductor" and report.effective_options["caches"].startswith(
         "off: explain is collecting"
     )
+
+
+def many_layers_in_generated_code():
+    """So many layers that code is made of one of them, under each plan."""
+    for dim, plan in (("dp", "zero1"), ("dp", "zero2"), ("dp", "zero3"), ("tp", "tp_sp"), ("cp", "ulysses")):
+        trains_alike(dim, plan, settings={"layers": 8}, sizes=(4, 32), codegen="inductor")
+        torch._dynamo.reset()
 
 
 class Masked(torch.nn.Module):
