@@ -18,7 +18,7 @@ for fewer rows, a ring may begin an element's sum at another rank, and gradients
 from __future__ import annotations
 
 import functools
-from typing import Callable
+from typing import Any, Callable
 
 import torch
 import torch.fx as fx
@@ -29,7 +29,7 @@ from mindspeed_fx.passes.overlap.chunking.chunk import compute_in_chunks
 from mindspeed_fx.passes.overlap.chunking.chunk_search import PARTS, Trials
 from mindspeed_fx.passes.overlap.chunking.chunk_spec import Draft, Parts
 from mindspeed_fx.passes.overlap.chunking.region import KINDS, REACHES, Region, has_static_sizes, regions
-from mindspeed_fx.passes.overlap.chunking.windows import best
+from mindspeed_fx.passes.overlap.chunking.windows import best, surroundings
 from mindspeed_fx.passes.overlap.model.costs import deciding_device
 from mindspeed_fx.passes.overlap.model.task_graph import LARGE
 from mindspeed_fx.passes.overlap.scheduler.min_memory_order import leaner
@@ -73,9 +73,13 @@ def overlap_decompose(gm: fx.GraphModule, context: Context) -> PassReport:
                 list(region.cuts),
             )
         )
+    known: dict[Any, str] = {}
     for n in starts:
         if n not in inside:
-            report.skipped.append(skip(kind(n), n, result.untried.get(n) or _why(n, result.cuttable, read)))
+            if (why := result.untried.get(n)) is None:
+                key = surroundings(n) if result.by_windows else n  # reading each layer's for its reason takes long
+                why = known[key] = known.get(key) or _why(n, result.cuttable, read)
+            report.skipped.append(skip(kind(n), n, why))
     if not result.regions:
         context.overlap.order = (tried.nodes, tried.plain.order)
     put = Draft(gm, tried.values) if large else None

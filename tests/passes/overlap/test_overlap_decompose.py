@@ -17,11 +17,12 @@ from mindspeed_fx.cost.hardware import hardware
 from mindspeed_fx.graph.collectives import is_start, is_wait, kind
 from mindspeed_fx.options import Options
 from mindspeed_fx.passes.base import Context
+from mindspeed_fx.passes.overlap import decompose
 from mindspeed_fx.passes.overlap.chunking import chunk_rules, chunk_search, windows
 from mindspeed_fx.passes.overlap.chunking.chunk import compute_in_chunks
 from mindspeed_fx.passes.overlap.chunking.chunk_search import disjoint
 from mindspeed_fx.passes.overlap.chunking.chunk_spec import ChunkSpec, shares, through_view
-from mindspeed_fx.passes.overlap.chunking.region import KINDS, _grown
+from mindspeed_fx.passes.overlap.chunking.region import KINDS, _grown, regions
 from mindspeed_fx.passes.overlap.decompose import overlap_decompose
 from mindspeed_fx.passes.overlap.split import overlap_split
 from tests.passes.overlap import parallel_layers as layers
@@ -271,6 +272,25 @@ def test_what_a_window_finds_is_done_to_all_layers(eight, monkeypatch):
     monkeypatch.setattr(windows, "MOST", 0)
     report = overlap_decompose(fx_graph.copy_graph(gm), context())
     assert not report.rewrites and all("was tried on no window" in s.reason for s in report.skipped)
+
+
+def test_of_collectives_that_are_alike_one_is_asked_for_its_reason(eight, monkeypatch):
+    def program(x, n, u, d):
+        for _ in range(6):
+            x = layers.all_reduce(x.sin())
+        return (x,)
+
+    def run():
+        read = []
+        monkeypatch.setattr(decompose, "regions", lambda start, reach: read.append(start) or regions(start, reach))
+        skipped = overlap_decompose(layers.graph(program, LARGE, torch.bfloat16), context()).skipped
+        return len(set(read)), [(s.operator, s.reason) for s in skipped]
+
+    one_by_one = run()
+    monkeypatch.setattr(windows, "LARGE", 2)
+    by_kind = run()
+    assert one_by_one[0] == 6 and by_kind[0] == 1
+    assert by_kind[1] == one_by_one[1] and len(by_kind[1]) == 6
 
 
 def reasons(program, of=None, **options):

@@ -43,6 +43,8 @@ class Found:
     """Collectives that were tried in chunks, or are like one that was."""
     untried: dict[fx.Node, str]
     """Collectives that were not, and why."""
+    by_windows: bool = False
+    """Collectives that are alike were decided together."""
 
 
 def best(attempts: Trials, starts: Sequence[fx.Node], read: Callable[[fx.Node, str], list[Region]] = regions) -> Found:
@@ -57,7 +59,7 @@ def _on_windows(attempts: Trials, starts: Sequence[fx.Node]) -> Found:
     alike: dict[Any, list[fx.Node]] = {}
     like = {}
     for n in starts:
-        like[n] = _like(n)
+        like[n] = surroundings(n)
         alike.setdefault(like[n], []).append(n)
     exposed = Counter()
     for i, seconds in attempts.plain.exposed.items():
@@ -99,6 +101,7 @@ def _on_windows(attempts: Trials, starts: Sequence[fx.Node]) -> Found:
         attempts.settled(seconds, regions),
         {n for n in starts if like[n] in cuttable},
         {n: few for n in starts if like[n] not in seen},
+        True,
     )
 
 
@@ -113,7 +116,7 @@ def _carry_chunks(starts: Sequence[fx.Node], parts: dict[fx.Node, Parts]) -> lis
     return results
 
 
-def _like(start: fx.Node) -> Any:
+def surroundings(start: fx.Node) -> Any:
     """Equal for collectives whose neighbours are of the same kinds and sizes, as those of repeated layers are."""
     value = lambda n: str(tuple(n.meta["val"].shape)) if isinstance(n.meta.get("val"), torch.Tensor) else ""
     after = sorted(str(u.target) for wait in start.users for u in wait.users)
