@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import os
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
