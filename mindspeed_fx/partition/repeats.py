@@ -34,14 +34,14 @@ class Repeat:
     layers: tuple[tuple[fx.Node, ...], ...]
     """The calls of each, in order."""
     inputs: tuple[tuple[fx.Node, ...], ...]
-    """Of each layer what it reads from elsewhere, in one order; random seeds may stand between its calls."""
+    """Of each layer what it reads from elsewhere, in one order; between its calls may stand what is made before all."""
     outputs: tuple[int, ...]
     """Positions in a layer of the calls whose memory is read elsewhere after any of them; no view is among them."""
 
 
 def repeats(graph: fx.Graph) -> list[Repeat]:
     """The longest disjoint repetitions, in order of the graph; values need ``meta["val"]``."""
-    calls = [n for n in graph.nodes if n.op == "call_function" and not inductor.is_seed(n)]
+    calls = [n for n in graph.nodes if n.op == "call_function" and not is_made_before(n)]
     results, pieces = [], [calls]
     while pieces:
         piece = pieces.pop()
@@ -63,6 +63,12 @@ def _longest(calls: Sequence[fx.Node]) -> tuple[int, int, Repeat] | None:
         if (result := _divide(calls, start, end, period)) is not None:
             return result
     return None
+
+
+def is_made_before(node: fx.Node) -> bool:
+    """Whether a call makes a seed, or a tensor of a constant, which Inductor gives to no graph that is called."""
+    lifts = node.target is torch.ops.aten.lift_fresh_copy.default and node.all_input_nodes[0].op == "get_attr"
+    return lifts or inductor.is_seed(node)
 
 
 def is_alone(node: fx.Node) -> bool:

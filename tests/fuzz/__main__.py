@@ -23,6 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first program; the others follow")
     parser.add_argument("--count", type=int, help="programs to run, whatever the time")
     parser.add_argument("--codegen", choices=("eager", "inductor"), default="eager")
+    parser.add_argument("--layers", type=int, default=0, help="models of so many layers that are alike, 8 for example")
     parser.add_argument("--show", action="store_true", help="print the program of --seed as a script and run nothing")
     parser.add_argument("--no-shrink", action="store_true", help="print failures as they are")
     parser.add_argument("--shrink-seconds", type=float, default=90.0)
@@ -30,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torch.set_default_device(None if options.device == "cpu" else options.device)
     if options.show:
-        print(script(generate(options.seed, options.codegen)))
+        print(script(generate(options.seed, options.codegen, options.layers)))
         return 0
     warnings.simplefilter("ignore")
     logging.getLogger("torch").setLevel(logging.CRITICAL)
@@ -38,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     tally, start, seed = Tally(), time.monotonic(), options.seed
     while tally.programs < options.count if options.count else time.monotonic() - start < 60 * options.minutes:
         try:
-            case, verdict = run_seed(seed, options.codegen)
+            case, verdict = run_seed(seed, options.codegen, options.layers)
         except KeyboardInterrupt:
             break  # and say what was done until then
         except Exception:  # of the generator or of eager PyTorch: the next seeds are none the worse for it

@@ -12,6 +12,7 @@ import torch
 from . import losses
 from .blocks import block, norm
 from .collectives import alone
+from .deep import stack
 from .operators import some_operator
 from .program import Program, names_read
 from .writer import HIDDEN, VOCAB, Writer
@@ -49,18 +50,24 @@ class Case:
     settings: Settings
     finest: float
     """Relative rounding error of the coarsest type of the program's values."""
+    layers: int = 0
+    """Of a model whose layers are alike."""
 
 
-def generate(seed: int, codegen: str = "eager") -> Case:
-    """The case of a seed; a third are graphs of operators, the others models of blocks."""
+def generate(seed: int, codegen: str = "eager", layers: int = 0) -> Case:
+    """The case of a seed; a third are graphs of operators, the others models of blocks. With ``layers`` all are models,
+    of so many layers that are alike.
+    """
     settings = _settings(random.Random(f"settings {seed}"), codegen)
+    if layers:
+        settings = _for_layers(settings)
     w = Writer(seed, getattr(torch, settings.dtype))
     with alone():
-        if w.random.random() < 0.35:
-            _operators(w)
+        if layers or w.random.random() >= 0.35:
+            _model(w, layers)
         else:
-            _model(w)
-    return Case(seed, w.program, settings, w.finest)
+            _operators(w)
+    return Case(seed, w.program, settings, w.finest, layers)
 
 
 def _settings(r: random.Random, codegen: str) -> Settings:
@@ -86,6 +93,15 @@ def _settings(r: random.Random, codegen: str) -> Settings:
     )
 
 
+def _for_layers(settings: Settings) -> Settings:
+    """What lets layers that are alike be captured once, and shared; every sixth seed keeps a level at which they are
+    not.
+    """
+    own = {k: v for k, v in settings.options.items() if k not in ("memory_budget", "recompute")}
+    level = 2 if own["level"] else 0
+    return settings.without(options={**own, "level": level}, dynamic=False)
+
+
 def _operators(w: Writer) -> None:
     for _ in range(w.random.choice([1, 2, 3])):
         w.input(w.random.choice(["torch.randn(b, s, 16)", "torch.randn(b, s, 8)", "torch.randn(b, s)"]))
@@ -98,7 +114,7 @@ def _operators(w: Writer) -> None:
     _return(w, w.random.choice([1, 2, 3]))
 
 
-def _model(w: Writer) -> None:
+def _model(w: Writer, layers: int) -> None:
     ids = w.input(f"torch.randint(0, {VOCAB}, (b, s))")
     labels = w.input(f"torch.randint(0, {VOCAB}, (b, s))")
     embedding = None
@@ -108,7 +124,9 @@ def _model(w: Writer) -> None:
     else:
         x = w.input(f"torch.randn(b, s, {HIDDEN})")
         w.visible.append(x)
-    for _ in range(w.random.choice([1, 1, 2, 3])):
+    if layers:
+        x = stack(w, x, layers)
+    for _ in range(0 if layers else w.random.choice([1, 1, 2, 3])):
         x = w.attempt(_placed, x) or x  # some spellings have no kernel for every type
         for _ in range(w.random.choice([0, 0, 0, 1, 2])):
             w.attempt(some_operator)

@@ -37,8 +37,8 @@ class Tally:
         )
 
 
-def run_seed(seed: int, codegen: str = "eager") -> tuple[Case, Verdict]:
-    case = generate(seed, codegen)
+def run_seed(seed: int, codegen: str = "eager", layers: int = 0) -> tuple[Case, Verdict]:
+    case = generate(seed, codegen, layers)
     verdict = judge(case)
     if verdict.failure:
         own = judge(case, BACKENDS[codegen])

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from mindspeed_fx import backend
+from mindspeed_fx.layers import leave_out
 from mindspeed_fx.passes.fusion.analysis import norms
 from tests.fuzz import oracle
 from tests.fuzz.__main__ import main
@@ -22,9 +24,9 @@ from tests.fuzz.runner import run_seed, script, shrink, told
 from tests.fuzz.writer import Writer
 
 
-def agree(seeds: range) -> None:
+def agree(seeds: range, layers: int = 0) -> None:
     for seed in seeds:
-        case, verdict = run_seed(seed)
+        case, verdict = run_seed(seed, layers=layers)
         assert not verdict.failure or verdict.theirs, told(case, verdict.failure)
 
 
@@ -39,11 +41,21 @@ def test_a_thousand_programs_agree(first):
     agree(range(first, first + 20))
 
 
+@pytest.mark.parametrize("first", range(3, 9, 2))
+def test_models_of_many_layers_agree(first, monkeypatch):
+    """Of layers that are alike most are copies of what was captured, fused and differentiated."""
+    shortened = []
+    monkeypatch.setattr(backend, "leave_out", lambda *a: shortened.append(leave_out(*a)) or shortened[-1])
+    agree(range(first, first + 2), layers=8)
+    assert any(short for _, short in shortened)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("codegen,layers", [("inductor", 0), ("inductor", 8), ("eager", 8)])
 @pytest.mark.parametrize("first", range(2000, 2020, 5))
-def test_programs_agree_with_generated_code(first):
+def test_programs_agree_with_generated_code(first, codegen, layers):
     for seed in range(first, first + 5):
-        case, verdict = run_seed(seed, "inductor")
+        case, verdict = run_seed(seed, codegen, layers)
         assert not verdict.failure or verdict.theirs, told(case, verdict.failure)
 
 

@@ -64,7 +64,7 @@ def _why_none(gm: fx.GraphModule) -> str:
 
 def _move_up(graph: fx.Graph) -> None:
     """Constants and seeds stand before all layers, so that a layer's calls have none between them."""
-    raised = [n for n in graph.nodes if n.op == "get_attr" or inductor.is_seed(n)]
+    raised = [n for n in graph.nodes if n.op == "get_attr" or repeats.is_made_before(n)]
     first = next(n for n in graph.nodes if n.op != "placeholder" and n not in set(raised))
     for node in raised:
         first.prepend(node)

@@ -24,8 +24,9 @@ CALL = torch.ops.higher_order.invoke_subgraph
 class Layer(nn.Module):
     """A layer whose values pass views, a residual sum and a table that all layers share."""
 
-    def __init__(self, width=8, odd=False):
+    def __init__(self, width=8, odd=False, slopes=()):
         super().__init__()
+        self.slopes = slopes
         self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 16), nn.Linear(16, width)
         self.odd = odd
 
@@ -33,16 +34,18 @@ class Layer(nn.Module):
         h = self.up(self.norm(x) + shift)
         h = h.sigmoid() * h.tanh() if self.odd else h.sigmoid() * h.cos()
         heads = h.view(*h.shape[:-1], 4, 4).transpose(-1, -2) * 2
+        if self.slopes:
+            heads = heads * torch.tensor(self.slopes).to(x)  # a constant of the graph
         return x + self.down(heads.flatten(-2).exp().neg().exp())
 
 
 class Stack(nn.Module):
     """Layers of one graph, ``odd`` of them of another, all of which read one table."""
 
-    def __init__(self, layers=5, odd=(), p=0.0):
+    def __init__(self, layers=5, odd=(), p=0.0, slopes=()):
         super().__init__()
         self.embedding = nn.Embedding(10, 8)
-        self.layers = nn.ModuleList(Layer(odd=i in odd) for i in range(layers))
+        self.layers = nn.ModuleList(Layer(odd=i in odd, slopes=slopes) for i in range(layers))
         self.head, self.p = nn.Linear(8, 10), p
 
     def forward(self, ids):
@@ -238,7 +241,7 @@ def test_other_sizes_are_another_layer():
 
 def test_generated_code_of_one_layer_trains(graphs):
     torch.manual_seed(0)
-    model, ids = Stack(layers=4).double(), torch.randint(0, 10, (2, 3))
+    model, ids = Stack(layers=4, slopes=(1.0, 0.5, 0.25, 2.0)).double(), torch.randint(0, 10, (2, 3))
     loss, want = gradients(model, ids)
     model.zero_grad()
     torch.compile(model, backend="mindspeed", fullgraph=True)(ids).backward()
