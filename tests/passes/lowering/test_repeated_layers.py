@@ -312,3 +312,19 @@ def test_layers_whose_weights_are_not_aligned_alike(distance, want):
     gm = made(lambda x, *w: blocks(x, w, torch.neg), torch.ones(4, 6), *weights)
     shared(gm)
     assert layers_of(gm) == want
+
+
+def test_what_the_first_layer_reads_twice_others_may_read_apart():
+    """Every layer reads the first's input beside its own."""
+
+    def f(x, *weights):
+        y = x
+        for w in weights:
+            y = (blocks(y, [torch.eye(6)], torch.neg) * x) @ w
+        return y
+
+    gm, inputs = made(f, torch.ones(6, 6), *WEIGHTS), [torch.rand(6, 6) for _ in range(6)]
+    want = gm(*inputs)
+    shared(gm)
+    assert layers_of(gm) == [5]
+    assert torch.equal(gm(*inputs), want)
