@@ -87,9 +87,14 @@ def word(node: fx.Node) -> Any:
 
 
 def value(node: fx.Node) -> str:
-    """Sizes, strides, types and devices of what a node gives."""
+    """Sizes, strides, types, devices and alignment of what a node gives."""
     leaves = pytree.tree_leaves(fx_graph.example_value_of(node))
-    return str([(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else x for x in leaves])
+    return str([(*layout(x), x.device) if isinstance(x, torch.Tensor) else x for x in leaves])
+
+
+def layout(x: torch.Tensor) -> tuple[Any, ...]:
+    """What generated code knows of a tensor: kernels for a GPU read 16 bytes at once where memory begins there."""
+    return x.shape, x.stride(), x.dtype, x.storage_offset() * x.dtype.itemsize % 16 == 0
 
 
 def _periods(words: Sequence[int], least: int) -> list[int]:

@@ -119,7 +119,7 @@ def _own_inputs(
                     raise LayersDiffer(f"two layers read {n.name}")
                 if any(_writes(user) for user in n.users):
                     raise LayersDiffer(f"a layer writes {n.name}")
-        elif source(nodes, lambda n: _made(stretch, n)) != _before(stretch, nodes[1]):
+        elif nodes[1] not in stretch.place or source(nodes, lambda n: _made(stretch, n)) != _before(stretch, nodes[1]):
             raise LayersDiffer(f"{nodes[1].name} is not of the layer before")
     return own
 
@@ -161,8 +161,7 @@ def _kind(value: Any) -> Any:
     if torch.utils._python_dispatch.is_traceable_wrapper_subclass(value):
         raise LayersDiffer("inputs are tensors of other classes")
     static = getattr(value, "_dynamo_static_input_type", None)
-    aligned = value.storage_offset() * value.dtype.itemsize % 16 == 0  # as Inductor asks
-    layout = value.shape, value.stride(), aligned, value.dtype, value.device, value.layout
+    layout = *repeats.layout(value), value.device, value.layout
     return *layout, value.requires_grad, value.is_leaf, isinstance(value, torch.nn.Parameter), static
 
 

@@ -261,6 +261,20 @@ def test_why_layers_are_not_left_out(settings, reason):
     assert reason in why(*build(**settings))
 
 
+class TwoStates(Model):
+    """Layers that read what the two before them made; both are the embedding at first."""
+
+    def forward(self, ids):
+        x = before = self.embedding(ids)
+        for layer in self.layers:
+            x, before = layer(x) + before, x
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def test_layers_that_read_the_two_before_are_not_left_out():
+    assert why(TwoStates().double(), torch.randint(32, (2, 12))).endswith("is not of the layer before")
+
+
 def test_layers_with_one_weight_are_not_left_out():
     model, ids = build()
     for layer in model.layers[1:]:

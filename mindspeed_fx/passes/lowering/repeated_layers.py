@@ -9,8 +9,6 @@ with the norm of the next layer stays fused with it. Turned off, each layer is t
 
 from __future__ import annotations
 
-from typing import Sequence
-
 import torch
 import torch.fx as fx
 
@@ -77,7 +75,7 @@ def share(gm: fx.GraphModule, repeat: repeats.Repeat, results: dict[fx.Node, fx.
         results: calls of the graph that are gone, and what is read in their place; these are added.
     """
     name = fx_graph.unused_attribute(gm, "repeated_layer")
-    gm.add_submodule(name, _graph_of(repeat.layers[0], [results.get(n, n) for n in repeat.inputs[0]], repeat.outputs))
+    gm.add_submodule(name, _graph_of(repeat, results))
     with gm.graph.inserting_before(repeat.layers[0][0]):
         body = gm.graph.get_attr(name)
     for calls, inputs in zip(repeat.layers, repeat.inputs):
@@ -93,13 +91,18 @@ def share(gm: fx.GraphModule, repeat: repeats.Repeat, results: dict[fx.Node, fx.
                 gm.graph.erase_node(node)
 
 
-def _graph_of(layer: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[int]) -> fx.GraphModule:
-    """A layer as a graph of its own."""
-    graph, copies = fx.Graph(), {}
-    for i, source in enumerate(inputs):
-        copies[source] = graph.placeholder(f"input_{i}")
-        copies[source].meta["val"] = source.meta["val"]
-    for node in layer:
-        copies[node] = graph.node_copy(node, lambda n: copies[n])
-    called_graphs.keep_layouts(graph.output(tuple(copies[layer[i]] for i in outputs)))
+def _graph_of(repeat: repeats.Repeat, results: dict[fx.Node, fx.Node]) -> fx.GraphModule:
+    """A layer as a graph of its own. What the first layer reads at two places others may read apart, so that an input
+    is told by what it is in every layer.
+    """
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    inputs: dict[tuple[fx.Node, ...], fx.Node] = {}
+    for i, sources in enumerate(zip(*([results.get(n, n) for n in nodes] for nodes in repeat.inputs))):
+        inputs[sources] = graph.placeholder(f"input_{i}")
+        inputs[sources].meta["val"] = sources[0].meta["val"]
+    for calls in zip(*repeat.layers):
+        reads = zip(*map(repeats.arguments, calls))
+        following = iter([copies[read[0]] if read[0] in copies else inputs[read] for read in reads])
+        copies[calls[0]] = graph.node_copy(calls[0], lambda _, following=following: next(following))
+    called_graphs.keep_layouts(graph.output(tuple(copies[repeat.layers[0][i]] for i in repeat.outputs)))
     return fx.GraphModule({}, graph)

@@ -305,3 +305,29 @@ def test_calls_that_stay_where_they_are():
     ]
     moves = [graph.call_function(aten.add.Tensor, (x, 1)), graph.call_function(aten.view.default, (x, [-1]))]
     assert [is_alone(n) for n in stays + moves] == [True] * 4 + [False] * 2
+
+
+@pytest.mark.parametrize("distance, want", [(37, [3]), (40, [5])])
+def test_layers_whose_weights_are_not_aligned_alike(distance, want):
+    """Code for a GPU takes all to be aligned as the first is; of weights that lie in one buffer the outer two may be."""
+    flat = torch.rand(5 * distance)
+    weights = [flat[i * distance :][:36].view(6, 6) for i in range(5)]
+    gm = made(lambda x, *w: blocks(x, w, torch.neg), torch.ones(4, 6), *weights)
+    shared(gm)
+    assert layers_of(gm) == want
+
+
+def test_what_the_first_layer_reads_twice_others_may_read_apart():
+    """Every layer reads the first's input beside its own."""
+
+    def f(x, *weights):
+        y = x
+        for w in weights:
+            y = (blocks(y, [torch.eye(6)], torch.neg) * x) @ w
+        return y
+
+    gm, inputs = made(f, torch.ones(6, 6), *WEIGHTS), [torch.rand(6, 6) for _ in range(6)]
+    want = gm(*inputs)
+    shared(gm)
+    assert layers_of(gm) == [5]
+    assert torch.equal(gm(*inputs), want)
