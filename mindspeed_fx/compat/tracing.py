@@ -220,9 +220,13 @@ def is_data(target: Any) -> bool:
     return target is torch._C._autograd._get_data_attr
 
 
+_DATA_ASSIGNMENT = getattr(torch.ops.aten, "shallow_copy_data_", None)
+
+
 def is_data_assignment(target: Any) -> bool:
-    """True for what Dynamo puts after the ``set_`` that it makes of ``tensor.data = other``."""
-    return getattr(target, "__name__", "") == "_lower_version_count_by_1"
+    """True for what Dynamo makes of ``tensor.data = other``: an operator since torch 2.14, before it a function that it
+    puts after a ``set_``."""
+    return target is _DATA_ASSIGNMENT or getattr(target, "__name__", "") == "_lower_version_count_by_1"
 
 
 def is_higher_order(target: Any) -> bool:
