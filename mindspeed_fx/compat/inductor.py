@@ -17,6 +17,7 @@ from mindspeed_fx.compat import (
     graph_inputs,
     inductor_cache,
     inductor_patterns,
+    inductor_scheduler,
     structured_trace,
 )
 from mindspeed_fx.errors import OptionError
@@ -112,6 +113,7 @@ def compile_with_inductor(
     _mend_forks()
     inductor_patterns.keep_dtype_of_running_sums()
     called_graphs.keep_inputs()
+    inductor_scheduler.keep_writes_before_reads()
 
     @functools.wraps(compile_fx_inner)
     def lower(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:

@@ -119,6 +119,8 @@ def _own_inputs(
                     raise LayersDiffer(f"two layers read {n.name}")
                 if any(_writes(user) for user in n.users):
                     raise LayersDiffer(f"a layer writes {n.name}")
+            if len({own[n][1] for n in nodes}) > 1:
+                raise LayersDiffer("a layer reads at two places what others have two inputs for")
         elif nodes[1] not in stretch.place or source(nodes, lambda n: _made(stretch, n)) != _before(stretch, nodes[1]):
             raise LayersDiffer(f"{nodes[1].name} is not of the layer before")
     return own

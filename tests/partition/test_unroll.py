@@ -285,6 +285,13 @@ def test_layers_with_one_weight_are_not_left_out():
     assert "are read at the same place" in why(model, ids) or "not alike" in why(model, ids)
 
 
+@pytest.mark.parametrize("number", [0, 1, 4])
+def test_layers_of_which_one_has_a_weight_twice_are_not_left_out(number):
+    model, ids = build()
+    model.layers[number].norm2.weight = model.layers[number].norm.weight
+    assert "reads at two places what" in why(model, ids)
+
+
 def test_one_layer_that_runs_often_is_not_left_out():
     """As ALBERT's: known before anything is traced, so that nothing is traced twice."""
     model, ids = build()

@@ -309,7 +309,7 @@ def test_calls_that_stay_where_they_are():
 
 @pytest.mark.parametrize("distance, want", [(37, [3]), (40, [5])])
 def test_layers_whose_weights_are_not_aligned_alike(distance, want):
-    """Code for a GPU takes all to be aligned as the first is; of weights that lie in one buffer the outer two may be."""
+    """Code for a GPU takes all to be aligned as the first is; of weights in one buffer here the outer two are."""
     flat = torch.rand(5 * distance)
     weights = [flat[i * distance :][:36].view(6, 6) for i in range(5)]
     gm = made(lambda x, *w: blocks(x, w, torch.neg), torch.ones(4, 6), *weights)
