@@ -14,6 +14,8 @@ from mindspeed_fx.backend import mindspeed
 from .measure import Peak, told
 
 HIDDEN, LAYERS, VOCAB = 2048, 4, 32000
+LISTED = 25
+"""Kernels of a step whose times are kept."""
 DENSE = dict(
     hidden_size=HIDDEN,
     intermediate_size=5632,
@@ -156,9 +158,11 @@ class WholeModel:
         self._forget()
         return result
 
-    def times(self, rounds: int) -> dict[str, dict[str, float]]:
-        """Rival -> median milliseconds of a step, and MiB at its peak beyond what was there before it and gradients."""
-        result: dict[str, dict[str, float]] = {rival: {} for rival in self.steps}
+    def times(self, rounds: int) -> dict[str, dict[str, Any]]:
+        """Rival -> median milliseconds of a step, MiB at its peak beyond what was there before it and gradients, and
+        milliseconds that the device computes in one more step: "busy", and of the kernels that take most.
+        """
+        result: dict[str, dict[str, Any]] = {rival: {} for rival in self.steps}
         seconds: dict[str, list[float]] = {rival: [] for rival in self.steps}
         for turn in range(rounds + 2):
             for rival, step in self.steps.items():
@@ -174,7 +178,18 @@ class WholeModel:
                     seconds[rival].append(start.elapsed_time(end))
                 result[rival]["MiB"] = peak.mib - common.gradient_bytes(self.model) / 2**20
         self._forget()
-        return {rival: {"step": statistics.median(seconds[rival]), **result[rival]} for rival in result}
+        return {
+            rival: {"step": statistics.median(seconds[rival]), **result[rival], **self._busy(rival)} for rival in result
+        }
+
+    def _busy(self, rival: str) -> dict[str, Any]:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            self.steps[rival]()
+            torch.cuda.synchronize()
+        self._forget()
+        kernels = {row.key: (row.self_device_time_total / 1e3, row.count) for row in profile.key_averages()}
+        most = sorted(kernels, key=lambda name: -kernels[name][0])[:LISTED]
+        return {"busy": sum(time for time, _ in kernels.values()), "kernels": {n[:120]: kernels[n] for n in most}}
 
     def _gradients(self) -> torch.Tensor:
         return torch.cat([p.grad.cpu().float().flatten() for p in self.model.parameters() if p.grad is not None])

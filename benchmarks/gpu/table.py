@@ -60,7 +60,7 @@ def print_kernels(book: Book) -> None:
 
 
 def print_models(book: Book) -> None:
-    print(f"\n{'model':<26}{'rival':<10}{'error':>9}{'ms':>9}{'MiB':>9}{'time, peak: ours/rival':>26}")
+    print(f"\n{'model':<26}{'rival':<10}{'error':>9}{'ms':>9}{'busy':>9}{'MiB':>9}{'time, peak: ours/rival':>26}")
     ratios: dict[str, list[float]] = {}
     for name in models.MODELS:
         errors, measured = book.done.get(("values", name), {}), book.done.get(("times", name), {})
@@ -73,7 +73,7 @@ def print_models(book: Book) -> None:
                 pair = (own["step"] / row["step"], own["MiB"] / row["MiB"]) if own else (math.nan, math.nan)
                 ratios.setdefault(rival, []).append(pair[0])
                 print(
-                    f"{name:<26}{rival:<10}{error:>9.1e}{row['step']:>9.2f}{row['MiB']:>9.0f}"
+                    f"{name:<26}{rival:<10}{error:>9.1e}{row['step']:>9.2f}{row['busy']:>9.2f}{row['MiB']:>9.0f}"
                     f"{pair[0]:>18.3f}, {pair[1]:.3f}"
                 )
     print("geometric means of the time, ours/rival:", _means(ratios))
