@@ -2,7 +2,7 @@
 where installed, Liger (liger-kernel).
 
     make bench-gpu
-    python -m benchmarks.gpu [--out build/bench_gpu.jsonl] [--only GLOB] [--processes 16] [--seconds 240]
+    python -m benchmarks.gpu [--out build/bench_gpu.jsonl] [--only GLOB ...] [--processes 16] [--seconds 240]
         [--rounds 20]
     TRITON_INTERPRET=1 python -m benchmarks.gpu --device cpu --elements 65536 --rounds 1 --only "rms_norm*"
         tries the script itself
@@ -43,7 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--out", type=Path, default=Path("build/bench_gpu.jsonl"))
-    parser.add_argument("--only", default="*", help="glob of problems and models")
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="GLOB", help="problems and models")
     parser.add_argument("--elements", type=int, default=2**26, help="of the largest input of norms, gates and losses")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--processes", type=int, default=16, help="that compile beside each other")
@@ -51,7 +51,7 @@ def main() -> None:
     args = parser.parse_args()
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     book = Book(args.out)
-    names = [n for n in [*MODELS, *KERNELS] if fnmatch.fnmatch(n, args.only)]
+    names = [n for n in [*MODELS, *KERNELS] if any(fnmatch.fnmatch(n, glob) for glob in args.only)]
     names = [n for n in names if n in KERNELS] if args.device == "cpu" else names
     measure(book, [n for n in names if ("times", n) not in book.done], args)
     print_kernels(book)

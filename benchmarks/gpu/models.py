@@ -14,7 +14,7 @@ from mindspeed_fx.backend import mindspeed
 from .measure import Peak, told
 
 HIDDEN, LAYERS, VOCAB = 2048, 4, 32000
-LISTED = 25
+LISTED = 40
 """Kernels of a step whose times are kept."""
 DENSE = dict(
     hidden_size=HIDDEN,
@@ -160,7 +160,8 @@ class WholeModel:
 
     def times(self, rounds: int) -> dict[str, dict[str, Any]]:
         """Rival -> median milliseconds of a step, MiB at its peak beyond what was there before it and gradients, and
-        milliseconds that the device computes in one more step: "busy", and of the kernels that take most.
+        milliseconds that the device computes in one more step ("busy"), its launches, and both of the kernels that
+        take most.
         """
         result: dict[str, dict[str, Any]] = {rival: {} for rival in self.steps}
         seconds: dict[str, list[float]] = {rival: [] for rival in self.steps}
@@ -189,7 +190,12 @@ class WholeModel:
         self._forget()
         kernels = {row.key: (row.self_device_time_total / 1e3, row.count) for row in profile.key_averages()}
         most = sorted(kernels, key=lambda name: -kernels[name][0])[:LISTED]
-        return {"busy": sum(time for time, _ in kernels.values()), "kernels": {n[:120]: kernels[n] for n in most}}
+        launches = sum(count for _, count in kernels.values())
+        return {
+            "busy": sum(time for time, _ in kernels.values()),
+            "launches": launches,
+            "kernels": {n[:120]: kernels[n] for n in most},
+        }
 
     def _gradients(self) -> torch.Tensor:
         return torch.cat([p.grad.cpu().float().flatten() for p in self.model.parameters() if p.grad is not None])

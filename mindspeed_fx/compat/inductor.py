@@ -285,6 +285,19 @@ def view_may_leave(node: fx.Node) -> bool:
     )
 
 
+def written(gm: fx.GraphModule, node: fx.Node) -> fx.Node:
+    """``node``, which generated code writes to memory once, whatever it would compute again where it is read: where a
+    layout is asked for, Inductor realizes a value (``ir.ExternKernel.require_stride_order``); this one has it already.
+    """
+    from torch._inductor import inductor_prims
+
+    strides = [fake.hint(s) for s in node.meta["val"].stride()]  # their order is all that is read
+    with gm.graph.inserting_after(node):
+        new = gm.graph.call_function(inductor_prims.force_stride_order, (node, strides))
+    new.meta = dict(node.meta)
+    return new
+
+
 @contextlib.contextmanager
 def kernels_in_traces() -> Iterator[None]:
     """Graphs compiled inside name each of their C++ kernels in torch.profiler's traces, as those of Triton always are;

@@ -141,4 +141,5 @@ triton.kernel(
     "cross_entropy.backward",
     "one read, one write",
     lambda grad, logits, *rest: triton.refuse(logits.shape[-1], logits=logits),
+    beats_codegen=False,  # generated code writes the gradient in the place of the logits
 )

@@ -96,6 +96,7 @@ PASSES = (
     Entry("lowering.narrow_products",            "partitioned", 1, CLOSE, "as lowering.onednn, for 16-bit types"),
     Entry("lowering.joined_slices",              "partitioned", 1, EXACT, "gradients of parts are one tensor"),
     Entry("lowering.rope_pairs",                 "partitioned", 1, CLOSE, "queries and keys by one launch"),
+    Entry("lowering.angle_tables",               "partitioned", 1, EXACT, "after rope_pairs, which reads the angles"),
     Entry("lowering.shared_sums",                "partitioned", 0, EXACT, "a copy is cheaper than a second sum"),
     Entry("overlap.split",                       "partitioned", 2, EXACT, "frees a linear's two backward products"),
     Entry("overlap.mc2",                         "partitioned", 2, CLOSE, "product and collective fused before chunks"),

@@ -28,7 +28,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     ),
     "norms": (*KINDS["norms"], "fusion.add_rms_norm", "fusion.add_layer_norm"),
     "experts": (*KINDS["experts"], "fusion.router_topk"),
-    "rotations": (*KINDS["rotations"], "lowering.rope_pairs"),
+    "rotations": (*KINDS["rotations"], "lowering.rope_pairs", "lowering.angle_tables"),
     "losses": (*KINDS["losses"], "fusion.linear_cross_entropy", "fusion.linear_cross_entropy_backward"),
     "convolutions": ("fusion.causal_conv1d",),
     "hyper-connections": ("fusion.sinkhorn_knopp",),

@@ -9,9 +9,10 @@ attention sinks (a column of one score per head joined to the scores and cut off
 ``mindspeed::attention_dropout``, whose mask is drawn where the model drops, so that a seed gives the same numbers; on
 npu ``mindspeed::attention_seeded``, whose kernel draws numbers of its own, as torch_npu's
 ``scaled_dot_product_attention`` does. On cuda, where torch chooses among flash kernels behind
-``scaled_dot_product_attention``, those calls stay and composed attention becomes one of them. Safe because the operator
-computes the softmax in float32 or better; rows that are masked whole by a finite fill value such as -10000 get the mean
-of the values, which the model's uniform weights make of them (``fully_masked_rows.py``).
+``scaled_dot_product_attention``, composed attention becomes such a call; of a call itself a causal mask becomes the
+flag, with which the kernels compute half, and repeated heads are left to kernels that take groups. Safe because the
+operator computes the softmax in float32 or better; rows that are masked whole by a finite fill value such as -10000 get
+the mean of the values, which the model's uniform weights make of them (``fully_masked_rows.py``).
 """
 
 from __future__ import annotations
@@ -53,8 +54,6 @@ def attention(gm: fx.GraphModule, context: Context) -> PassReport:
     def fuse(node: fx.Node) -> Outcome:
         if node.target is not aten.scaled_dot_product_attention.default:
             root, region = _from_softmax(gm, node, emit)
-        elif context.options.target == "cuda":
-            raise Miss("scaled_dot_product_attention chooses among flash kernels itself on cuda")
         else:
             root, region = _from_sdpa(gm, node, emit)
         return None if root is None else site(OPERATOR, root, region)

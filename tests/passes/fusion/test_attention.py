@@ -241,6 +241,51 @@ def test_on_cuda_composed_attention_becomes_scaled_dot_product_attention(masked,
     assert ("True, scale" in run.after) == (masked == "causal") and ("enable_gqa" in run.after) == (kv_heads != 4)
 
 
+@pytest.mark.parametrize("mask", ["causal", "additive", "window of all", "window", "given"])
+@pytest.mark.parametrize("dtype", [torch.double, torch.float32], ids=str)
+def test_on_cuda_a_causal_mask_of_a_call_becomes_its_flag(mask, dtype):
+    """With it flash kernels compute half; the one for float32 takes no groups of heads."""
+    given = torch.rand(6, 6) < 0.5
+
+    def f(q, k, v):
+        k, v = (x[:, :, None].expand(-1, -1, 2, -1, -1).reshape(2, 4, 6, 8) for x in (k, v))
+        ahead = torch.arange(6)[None] - torch.arange(6)[:, None]
+        keep = {"window of all": (ahead <= 0) & (ahead > -6), "window": (ahead <= 0) & (ahead > -3)}.get(
+            mask, ahead <= 0
+        )
+        m = given | (ahead == 0) if mask == "given" else keep
+        m = torch.where(m, 0.0, float("-inf")).to(dtype) if mask == "additive" else m
+        return F.scaled_dot_product_attention(q, k, v, m[None, None], scale=0.3)
+
+    report = function_agrees(f, *qkv(kv_heads=2, dtype=dtype), target="cuda")
+    run = next(r for r in report.graphs[0].runs if r.report.name == NAME)
+    fused = mask not in ("window", "given")
+    assert report.counts[NAME] == fused
+    if fused:
+        assert "None, 0.0, True, scale=0.3" in run.after and ("enable_gqa" in run.after) == (dtype != torch.float32)
+    else:
+        assert "not known while compiling to be causal" in report.skipped(NAME)[0].reason
+
+
+def test_on_cuda_repeated_heads_of_a_call_are_left_to_the_kernel():
+    def f(q, k, v):
+        return F.scaled_dot_product_attention(q, *(x.repeat_interleave(2, 1) for x in (k, v)), is_causal=True)
+
+    report = function_agrees(f, *qkv(kv_heads=2), target="cuda")
+    run = next(r for r in report.graphs[0].runs if r.report.name == NAME)
+    assert report.counts[NAME] == 1 and "None, 0.0, True" in run.after and "enable_gqa=True" in run.after
+
+
+def test_on_cuda_a_call_that_drops_keeps_its_mask():
+    """Another kernel would draw other numbers."""
+
+    def f(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, positions_le(6), dropout_p=0.5)
+
+    report = explain(f, *qkv(), target="cuda")
+    assert report.counts[NAME] == 0 and "draw other numbers" in report.skipped(NAME)[0].reason
+
+
 def test_on_cuda_what_flash_cannot_do_is_left_with_the_reason():
     report = function_agrees(
         lambda q, k, v: (torch.tanh(q @ k.transpose(-1, -2)) * 2).softmax(-1) @ v, *qkv(), target="cuda"

@@ -300,24 +300,39 @@ def _emit_dropout(
 def _emit_sdpa(
     gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, *, notes: list[str]
 ) -> list[fx.Node]:
-    """``aten.scaled_dot_product_attention`` in the place of ``root``; it takes causality or one mask."""
+    """``aten.scaled_dot_product_attention`` in the place of ``root``; it takes causality or one mask. A call of it
+    stays unless its mask is causal, which flash kernels take by a flag and compute half of, or its heads are repeated.
+    """
     if scores.drop is not None:
         raise Miss(
             f"dropout of {scores.p} on the attention weights: scaled_dot_product_attention would draw other numbers"
         )
     if scores.softcap or scores.sinks is not None:
         raise Miss(f"no flash kernel on cuda takes {'a soft-cap' if scores.softcap else 'sinks'}")
-    masks = scores.blocking
-    causal = bool(masks) and all(is_causal(mask.kept_band(m, kind)) for kind, m, _ in masks)
+    masks, keys = scores.blocking, match.value(k).shape[2]
+    causal = all(_hides_later_keys(mask.kept_band(m, kind), keys) for kind, m, _ in masks) if masks else scores.causal
+    times = match.value(q).shape[1] // match.value(k).shape[1]
+    if times != 1 and match.value(q).dtype == torch.float32:  # the kernel for it takes no groups
+        k, v = (rewrite.insert(gm, root, aten.repeat_interleave.self_int, (x, times, 1)) for x in (k, v))
+        times = 1
+    if root.target is aten.scaled_dot_product_attention.default and not (causal if masks else times != 1):
+        raise Miss(
+            "scaled_dot_product_attention chooses among flash kernels itself on cuda"
+            + (", with a mask that is not known while compiling to be causal" if masks else "")
+        )
     q, k, m, visible_rows = _operands(gm, root, scores, q, k, v, [] if causal else masks, notes)
     if m is not None and match.value(m).dtype != torch.bool:
         m = _widen(gm, root, m, match.value(q).dtype)
-    grouped = match.value(q).shape[1] != match.value(k).shape[1]
-    options = {"scale": scores.scale, **({"enable_gqa": True} if grouped else {})}
+    options = {"scale": scores.scale, **({"enable_gqa": True} if times != 1 else {})}
     out = rewrite.insert(gm, root, aten.scaled_dot_product_attention.default, (q, k, v, m, 0.0, causal), options)
     return _put(
         gm, root, scores, out if visible_rows is None else fully_masked_rows.with_means(gm, root, out, visible_rows, v)
     )
+
+
+def _hides_later_keys(keep: Band | None, keys: Any) -> bool:
+    """Whether what a mask allows is causal: without a window, or with one that reaches every one of the ``keys``."""
+    return is_causal(keep) or (is_window(keep) and statically_known_true(1 - keep.low >= keys))
 
 
 def _operands(
