@@ -79,19 +79,23 @@ def _from_sdpa(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Node, 
     if scale is None:
         raise Miss("the scale is not a number")
     causal, masks = bool(match.argument(node, "is_causal", False)), []
-    if arguments is not None:
-        masks = [("keep" if match.value(arguments).dtype == torch.bool else "add", arguments, node)]
     grouped = [kv_heads.ungroup(node, x, match.value(q).shape[1]) or x for x in (k, v)]
     if match.value(grouped[0]).shape[1] == match.value(grouped[1]).shape[1]:
         k, v = map(rewrite.build, grouped)
-    return node, emit(
-        gm,
-        node,
-        Scores(q, k, float(scale), masks, [node], causal=causal, drop=node if p else None, p=float(p)),
-        q,
-        k,
-        v,
-    )
+    q, k, v = (_as_autocast(gm, node, x) for x in (q, k, v))
+    if arguments is not None:
+        kind = "keep" if match.value(arguments).dtype == torch.bool else "add"
+        masks = [(kind, _as_autocast(gm, node, arguments), node)]
+    scores = Scores(q, k, float(scale), masks, [node], causal=causal, drop=node if p else None, p=float(p))
+    return node, emit(gm, node, scores, q, k, v)
+
+
+def _as_autocast(gm: fx.GraphModule, call: fx.Node, x: fx.Node) -> fx.Node:
+    """An operand of ``call`` in the type of its result, to which autocast casts them."""
+    dtype = match.value(call).dtype
+    if match.value(x).dtype in (dtype, torch.bool):
+        return x
+    return rewrite.insert(gm, call, aten.to.dtype, (x, dtype))
 
 
 # --------------------------------------------------------------------------- softmax(q k^T) v

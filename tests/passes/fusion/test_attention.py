@@ -267,6 +267,25 @@ def test_on_cuda_a_causal_mask_of_a_call_becomes_its_flag(mask, dtype):
         assert "not known while compiling to be causal" in report.skipped(NAME)[0].reason
 
 
+@pytest.mark.parametrize("target", ["cpu", "cuda", "npu"])
+@pytest.mark.parametrize("mask", ["causal", "numbers"])
+def test_operands_that_autocast_casts(target, mask):
+    """Rotated queries and keys are float32 beside 16-bit values."""
+    numbers = torch.randn(6, 6)
+
+    def f(q, k, v):
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.scaled_dot_product_attention(q, k, v.bfloat16(), positions_le(6) if mask == "causal" else numbers)
+
+    inputs = qkv(dtype=torch.float32)
+    fused = mask == "causal" or target != "cuda"
+    assert explain(f, *inputs, target=target).counts[NAME] == fused
+    step = torch.compile(f, backend="mindspeed", options={"codegen": "eager", "target": target})
+    want = torch.autograd.grad(f(*inputs).float().square().sum(), inputs)
+    have = torch.autograd.grad(step(*inputs).float().square().sum(), inputs)
+    assert all(h.dtype == w.dtype and (h - w).norm() < 2e-2 * w.norm() for h, w in zip(have, want, strict=True))
+
+
 def test_on_cuda_repeated_heads_of_a_call_are_left_to_the_kernel():
     def f(q, k, v):
         return F.scaled_dot_product_attention(q, *(x.repeat_interleave(2, 1) for x in (k, v)), is_causal=True)
