@@ -10,10 +10,11 @@ where installed, Liger (liger-kernel).
 First values, in processes beside each other: every kernel's result and gradients against float64 (float32 for
 recurrences), a model's gradients against eager PyTorch's; what is not compiled when --seconds are over has no times.
 Then times, one problem at a time: medians over interleaved rounds, one call at a time between device events, a kernel
-behind a large copy that hides the launch and empties the L2 cache. GB/s count what must move, every input read once and
-every output written once, as a share of the copy's own bandwidth; TFLOP/s those of the products as a share of a large
-product's. Of models also the time that the device is busy for, and in --out that of each kernel. Liger's losses compute
-their gradient in the forward: compare the sum of both. What was measured stands in --out, and is not measured again.
+behind a large copy that hides the launch and empties the L2 cache. Shares are of the time that the device computes, by
+the profiler: what must move, every input read once and every output written once, of the copy's own bandwidth, or the
+operations of the products of a large product's. Of models also the time that the device is busy for, and in --out that
+of each kernel. Liger's losses compute their gradient in the forward: compare the sum of both. What was measured stands
+in --out, and is not measured again.
 """
 
 from __future__ import annotations

@@ -18,6 +18,8 @@ from .problem import Function, Problem, size
 OURS = "mindspeed"
 OWN = "own kernels"
 """Ours where Inductor generates nothing (codegen="eager"): every fused operator is a launch of its own."""
+PROFILED = 3
+"""Calls whose kernels are timed by the profiler."""
 KERNELS = {**rows.PROBLEMS, **sequences.PROBLEMS, **products.PROBLEMS}
 
 
@@ -101,7 +103,9 @@ class Kernel:
         return result
 
     def times(self, rounds: int) -> dict[str, dict[str, float]]:
-        """Rival -> median milliseconds of the forward and of the backward, and MiB at the peak of both."""
+        """Rival -> median milliseconds of the forward and of the backward, those that the device computes ("busy"), and
+        MiB at the peak of both.
+        """
         self._move(self.device)
         meter = Meter(self.device, self.elements)
         ready = {rival: Rival(f, self.problem, self.cotangents) for rival, f in self.functions.items()}
@@ -115,11 +119,12 @@ class Kernel:
                 with Peak(meter.cuda) as peak:
                     seconds[rival].append(run.run(meter)[:2])
                 peaks[rival] = peak.mib
+        busy = {
+            rival: [run.run(device_time)[:2] for _ in range(PROFILED)] for rival, run in ready.items() if meter.cuda
+        }
         self._move("cpu")
         return {
-            rival: dict(
-                zip(("forward", "backward"), (1e3 * statistics.median(c) for c in zip(*both))), MiB=peaks[rival]
-            )
+            rival: {"MiB": peaks[rival], **_medians(both, ""), **_medians(busy[rival], " busy")}
             for rival, both in seconds.items()
         }
 
@@ -127,6 +132,19 @@ class Kernel:
         moved = {name: [x.to(device) for x in getattr(self.problem, name)] for name in ("leaves", "others")}
         self.problem = dataclasses.replace(self.problem, **moved)
         self.cotangents = [x.to(device) for x in self.cotangents]
+
+
+def _medians(seconds: list[tuple[float, float]], what: str) -> dict[str, float]:
+    """Milliseconds of both directions."""
+    return {f"{n}{what}": 1e3 * statistics.median(c) for n, c in zip(("forward", "backward"), zip(*seconds))}
+
+
+def device_time(call: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds that the device computes in a call, and its result."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        result = call()
+        torch.cuda.synchronize()
+    return sum(row.self_device_time_total for row in profile.key_averages()) / 1e6, result
 
 
 def _untimed(call: Callable[[], Any]) -> tuple[float, Any]:

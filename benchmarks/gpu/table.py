@@ -43,9 +43,8 @@ def print_kernels(book: Book) -> None:
                 print(f"{name:<26}{rival:<10} {error}")
             elif rival in measured:
                 forward, backward, peak = (measured[rival][part] for part in ("forward", "backward", "MiB"))
-                shares = [
-                    100 * max(m / copy, f / product) / s * 1e3 for m, f, s in zip(moved, flop, (forward, backward))
-                ]
+                busy = (measured[rival][f"{part} busy"] for part in ("forward", "backward"))
+                shares = [100 * max(m / copy, f / product) / s * 1e3 for m, f, s in zip(moved, flop, busy)]
                 ratio = (
                     (measured[OURS]["forward"] + measured[OURS]["backward"]) / (forward + backward)
                     if OURS in measured
