@@ -295,6 +295,18 @@ def test_on_cuda_repeated_heads_of_a_call_are_left_to_the_kernel():
     assert report.counts[NAME] == 1 and "None, 0.0, True" in run.after and "enable_gqa=True" in run.after
 
 
+@pytest.mark.parametrize("dtype, dim, grouped", [("bfloat16", 64, 1), ("bfloat16", 264, 0), ("float32", 64, 0)])
+def test_on_cuda_heads_are_repeated_where_no_flash_kernel_takes_groups(dtype, dim, grouped):
+    """There torch would compose attention, with all scores in memory."""
+
+    def f(q, k, v):
+        return F.scaled_dot_product_attention(q, *(x.repeat_interleave(2, 1) for x in (k, v)), positions_le(6))
+
+    report = explain(f, *qkv(kv_heads=2, dim=dim, dtype=getattr(torch, dtype)), target="cuda")
+    run = next(r for r in report.graphs[0].runs if r.report.name == NAME)
+    assert report.counts[NAME] == 1 and run.after.count("enable_gqa=True") == grouped
+
+
 def test_on_cuda_a_call_that_drops_keeps_its_mask():
     """Another kernel would draw other numbers."""
 

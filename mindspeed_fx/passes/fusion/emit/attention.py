@@ -20,8 +20,8 @@ from mindspeed_fx.passes.fusion.analysis import alibi, mask
 from mindspeed_fx.passes.fusion.analysis.attention_scores import Scores
 from mindspeed_fx.passes.fusion.analysis.bands import CAUSAL, Band, is_causal, is_window, together
 from mindspeed_fx.passes.fusion.emit import alibi as alibi_emit
-from mindspeed_fx.passes.fusion.emit import fully_masked_rows, packed_sequences
-from mindspeed_fx.passes.fusion.emit.mask import four_dimensional
+from mindspeed_fx.passes.fusion.emit import fully_masked_rows, packed_sequences, sdpa
+from mindspeed_fx.passes.fusion.emit.attention_operands import operands, put
 
 DROPOUT_ROWS = 256
 """Attention with dropout is left to generated code below this many rows: there it was measured as fast (128 rows 1.0 in
@@ -54,7 +54,7 @@ def emitter(name: str, context: Context, notes: list[str]) -> Emit:
         else functools.partial(_emit_dropout, name=name, least=DROPOUT_ROWS if generated else 1)
     )
     if context.options.target == "cuda":
-        return functools.partial(_emit_sdpa, notes=notes)
+        return functools.partial(sdpa.emit, notes=notes)
     return functools.partial(_emit, dropping=dropping, packing=packing, notes=notes, generated=generated)
 
 
@@ -92,7 +92,7 @@ def _emit(
     if any(b is not None and b.documents is not None for b in bands):
         result = packing(gm, root, scores, q, k, v, bands)
         if isinstance(result, fx.Node):
-            return _put(gm, root, scores, result)
+            return put(gm, root, scores, result)
         if (note := f"packed documents are masked, scores between them computed: {result}") not in notes:
             notes.append(note)
         bands = [b if b is None or b.documents is None else None for b in bands]
@@ -111,7 +111,7 @@ def _emit(
             f"the additive mask needs a gradient, and generated code is faster: it takes {TRAINED}; put "
             '"fusion.attention" in enable to fuse all the same'
         )
-    q, k, m, visible_rows = _operands(gm, root, scores, q, k, v, rest, notes)
+    q, k, m, visible_rows = operands(gm, root, scores, q, k, v, rest, notes)
     window = min(windows, default=0)
     keys = match.value(k).shape[2]
     if isinstance(keys, int) and window >= keys:
@@ -123,7 +123,7 @@ def _emit(
         arguments = arguments[:-1]
     both = rewrite.insert(gm, root, torch.ops.mindspeed.attention.default, arguments)
     out = rewrite.insert(gm, root, match.operator.getitem, (both, 0))
-    return _put(
+    return put(
         gm, root, scores, out if visible_rows is None else fully_masked_rows.with_means(gm, root, out, visible_rows, v)
     )
 
@@ -179,7 +179,7 @@ def _emit_varlen(
     ends = packed_sequences.ends(gm, root, numbers, batch) if npu and isinstance(batch, int) else None
     if npu and ends is None:
         return "on npu the kernel takes rows whose number, and whose lengths or cumulative lengths, the graph knows"
-    q, k, *_ = _operands(gm, root, scores, q, k, v, [], [])
+    q, k, *_ = operands(gm, root, scores, q, k, v, [], [])
     if match.value(numbers).dim() == 1:
         numbers = rewrite.insert(gm, root, aten.unsqueeze.default, (numbers, 0))
     window = 0 if both.low == -math.inf else int(1 - both.low)
@@ -239,7 +239,7 @@ def _emit_seeded(
     out = rewrite.insert(gm, root, match.operator.getitem, (new, 0))
     if visible_rows is not None:
         out = fully_masked_rows.with_means(gm, root, out, visible_rows, qkv[2])
-    return _without_drop(gm, root, scores, _put(gm, root, scores, out))
+    return _without_drop(gm, root, scores, put(gm, root, scores, out))
 
 
 def _without_drop(gm: fx.GraphModule, root: fx.Node, scores: Scores, region: list[fx.Node]) -> list[fx.Node]:
@@ -293,105 +293,5 @@ def _emit_dropout(
         gm, root, torch.ops.mindspeed.attention_dropout.default, (*qkv, keep, scores.scale, window, scores.softcap, p)
     )
     return _without_drop(
-        gm, root, scores, _put(gm, root, scores, rewrite.insert(gm, root, match.operator.getitem, (both, 0)))
-    )
-
-
-def _emit_sdpa(
-    gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, *, notes: list[str]
-) -> list[fx.Node]:
-    """``aten.scaled_dot_product_attention`` in the place of ``root``; it takes causality or one mask. A call of it
-    stays unless its mask is causal, which flash kernels take by a flag and compute half of, or its heads are repeated.
-    """
-    if scores.drop is not None:
-        raise Miss(
-            f"dropout of {scores.p} on the attention weights: scaled_dot_product_attention would draw other numbers"
-        )
-    if scores.softcap or scores.sinks is not None:
-        raise Miss(f"no flash kernel on cuda takes {'a soft-cap' if scores.softcap else 'sinks'}")
-    masks, keys = scores.blocking, match.value(k).shape[2]
-    causal = all(_hides_later_keys(mask.kept_band(m, kind), keys) for kind, m, _ in masks) if masks else scores.causal
-    times = match.value(q).shape[1] // match.value(k).shape[1]
-    if times != 1 and match.value(q).dtype == torch.float32:  # the kernel for it takes no groups
-        k, v = (rewrite.insert(gm, root, aten.repeat_interleave.self_int, (x, times, 1)) for x in (k, v))
-        times = 1
-    if root.target is aten.scaled_dot_product_attention.default and not (causal if masks else times != 1):
-        raise Miss(
-            "scaled_dot_product_attention chooses among flash kernels itself on cuda"
-            + (", with a mask that is not known while compiling to be causal" if masks else "")
-        )
-    q, k, m, visible_rows = _operands(gm, root, scores, q, k, v, [] if causal else masks, notes)
-    if m is not None and match.value(m).dtype != torch.bool:
-        m = _widen(gm, root, m, match.value(q).dtype)
-    options = {"scale": scores.scale, **({"enable_gqa": True} if times != 1 else {})}
-    out = rewrite.insert(gm, root, aten.scaled_dot_product_attention.default, (q, k, v, m, 0.0, causal), options)
-    return _put(
-        gm, root, scores, out if visible_rows is None else fully_masked_rows.with_means(gm, root, out, visible_rows, v)
-    )
-
-
-def _hides_later_keys(keep: Band | None, keys: Any) -> bool:
-    """Whether what a mask allows is causal: without a window, or with one that reaches every one of the ``keys``."""
-    return is_causal(keep) or (is_window(keep) and statically_known_true(1 - keep.low >= keys))
-
-
-def _operands(
-    gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, masks: list, notes: list[str]
-) -> tuple[fx.Node, fx.Node, fx.Node | None, fx.Node | None]:
-    """q, k, the mask, True or zero where attention is allowed, as an operator takes them, and
-    :func:`hidden_rows.some_left`; Miss where it is not safe.
-    """
-    dtype = match.value(root).dtype
-    # Matching looks through casts of q and k; one that widened them to the type of v is recomputed.
-    q, k = (_widen(gm, root, x, dtype) for x in (q, k))
-    if not all(match.value(x).dtype == dtype for x in (q, k, v)):
-        raise Miss(
-            f"q, k and v are {', '.join(str(match.value(x).dtype) for x in (q, k, v))} and the result is {dtype}"
-        )
-    reason = match.unsafe([root, *scores.region], [q, k, v, *(m for _, m, _ in masks), scores.sinks])
-    if reason:
-        raise Miss(reason)
-    lead = list(match.value(q).shape[:2])
-    visible_rows = (
-        fully_masked_rows.some_left(
-            gm, root, scores, lambda m, where: four_dimensional(gm, root, m, where, lead), notes
-        )
-        if masks
-        else None
-    )
-    allowed, added = None, None  # a mask is True where attention is allowed, and what is added to the scores
-    for kind, m, where in masks:
-        m = rewrite.insert(gm, root, aten.logical_not.default, (m,)) if kind == "drop" else m
-        m = four_dimensional(gm, root, m, where, lead)
-        if kind == "add":
-            added = m if added is None else rewrite.insert(gm, root, aten.add.Tensor, (added, m))
-        else:
-            allowed = m if allowed is None else rewrite.insert(gm, root, aten.logical_and.default, (allowed, m))
-    if allowed is not None and visible_rows is not None:  # no kernel sees a row without keys
-        allowed = rewrite.insert(
-            gm,
-            root,
-            aten.logical_or.default,
-            (allowed, rewrite.insert(gm, root, aten.logical_not.default, (visible_rows,))),
-        )
-    if allowed is None or added is None:
-        return q, k, added if allowed is None else allowed, visible_rows
-    return q, k, rewrite.insert(gm, root, aten.where.ScalarOther, (allowed, added, -math.inf)), visible_rows
-
-
-def _put(gm: fx.GraphModule, root: fx.Node, scores: Scores, out: fx.Node) -> list[fx.Node]:
-    if list(match.value(out).shape) != list(match.value(root).shape):
-        out = rewrite.insert(gm, root, aten.reshape.default, (out, list(match.value(root).shape)))
-    reason = rewrite.substitute(gm, root, out)
-    if reason:
-        raise Miss(reason)
-    return [*scores.region, root]
-
-
-def _widen(gm: fx.GraphModule, before: fx.Node, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-    narrow = match.value(x).dtype
-    return (
-        rewrite.insert(gm, before, aten.to.dtype, (x, dtype))
-        if narrow != dtype and torch.promote_types(narrow, dtype) == dtype
-        else x
+        gm, root, scores, put(gm, root, scores, rewrite.insert(gm, root, match.operator.getitem, (both, 0)))
     )
