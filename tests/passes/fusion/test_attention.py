@@ -268,6 +268,37 @@ def test_on_cuda_a_causal_mask_of_a_call_becomes_its_flag(mask, dtype):
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda", "npu"])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_products_whose_operands_autocast_casts(target, grouped):
+    def f(q, k, v):
+        with torch.autocast("cpu", torch.bfloat16):
+            v = v.bfloat16()
+            k, v = (x.repeat_interleave(2, 1) for x in (k, v)) if grouped else (k, v)
+            scores = (q @ k.transpose(-1, -2) * 0.3).masked_fill(causal(6), float("-inf"))
+            return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
+
+    inputs = qkv(kv_heads=2 if grouped else 4, dtype=torch.float32)
+    report = explain(f, *inputs, target=target)
+    assert report.counts[NAME] == 1, report.skipped(NAME)
+    step = torch.compile(f, backend="mindspeed", options={"codegen": "eager", "target": target})
+    want = torch.autograd.grad(f(*inputs).float().square().sum(), inputs)
+    have = torch.autograd.grad(step(*inputs).float().square().sum(), inputs)
+    assert all(h.dtype == w.dtype and (h - w).norm() < 2e-2 * w.norm() for h, w in zip(have, want, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_scores_that_are_wider_than_the_values_stay(dtype):
+    """Nothing casts the operands: the model multiplies in the wider type."""
+
+    def f(q, k, v):
+        scores = (q @ k.transpose(-1, -2) * 0.3).masked_fill(causal(6), float("-inf"))
+        return scores.softmax(-1).bfloat16() @ v.bfloat16()
+
+    report = explain(f, *qkv(dtype=dtype))
+    assert report.counts[NAME] == 0 and "q, k and v are" in report.skipped(NAME)[0].reason
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda", "npu"])
 @pytest.mark.parametrize("mask", ["causal", "numbers"])
 def test_operands_that_autocast_casts(target, mask):
     """Rotated queries and keys are float32 beside 16-bit values."""

@@ -46,6 +46,11 @@ class Scores:
     """The weights are set to zero where the scores are masked."""
 
     @property
+    def product(self) -> fx.Node:
+        """Where the scores are multiplied, from which reading starts."""
+        return self.region[0]
+
+    @property
     def blocking(self) -> list[tuple[str, Readable, fx.Node]]:
         """The masks, without those that add zero."""
         return [arg for arg in self.masks if arg[0] != "add" or positions.meaning(arg[1]) != 0]

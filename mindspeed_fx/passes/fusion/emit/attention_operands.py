@@ -22,8 +22,10 @@ def operands(
     :func:`hidden_rows.some_left`; Miss where it is not safe.
     """
     dtype = match.value(root).dtype
-    # Matching looks through casts of q and k; one that widened them to the type of v is recomputed.
-    q, k = (widen(gm, root, x, dtype) for x in (q, k))
+    # Matching looks through casts of q and k: one that widened them to the type of v is recomputed, and one to the type
+    # of their product, which may be autocast's.
+    narrow = match.value(scores.product).dtype == dtype
+    q, k = (_cast(gm, root, x, dtype) if narrow else widen(gm, root, x, dtype) for x in (q, k))
     if not all(match.value(x).dtype == dtype for x in (q, k, v)):
         raise Miss(
             f"q, k and v are {', '.join(str(match.value(x).dtype) for x in (q, k, v))} and the result is {dtype}"
@@ -57,6 +59,10 @@ def operands(
     if allowed is None or added is None:
         return q, k, added if allowed is None else allowed, visible_rows
     return q, k, rewrite.insert(gm, root, aten.where.ScalarOther, (allowed, added, -math.inf)), visible_rows
+
+
+def _cast(gm: fx.GraphModule, before: fx.Node, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+    return x if match.value(x).dtype == dtype else rewrite.insert(gm, before, aten.to.dtype, (x, dtype))
 
 
 def put(gm: fx.GraphModule, root: fx.Node, scores: Scores, out: fx.Node) -> list[fx.Node]:
