@@ -1,7 +1,8 @@
 """Training steps of whole models on CPU: eager, Inductor and mindspeed, interleaved.
 
     python -m benchmarks.whole_models [--rounds 7] [--models llama,qwen3,gpt2,mixtral,megatron_gpt,megatron_moe]
-    [--attention eager,sdpa] [--seqs 512,2048] [--dtype float32] [--alternatives eager,inductor,mindspeed]
+    [--attention eager,sdpa] [--seqs 512,2048] [--dtype float32] [--autocast bfloat16]
+    [--alternatives eager,inductor,mindspeed]
 
 Two layers, hidden 512, vocabulary 8192, weights of --dtype; two sequences of 512 tokens or one of 2048. What is
 compiled returns the loss alone, as a training loop needs it. Hugging Face's models compute attention by hand ("eager")
@@ -71,13 +72,14 @@ MEGATRON = {
 class Loss(torch.nn.Module):
     """What a training loop compiles: nothing but the loss leaves, so that the logits need not."""
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, model: torch.nn.Module, autocast: torch.dtype | None = None):
         super().__init__()
-        self.model = model
+        self.model, self.autocast = model, autocast
 
     def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
-        out = self.model(**inputs)
-        return out.mean() if isinstance(out, torch.Tensor) else out.loss
+        with torch.autocast("cpu", self.autocast, enabled=self.autocast is not None):
+            out = self.model(**inputs)
+            return out.mean() if isinstance(out, torch.Tensor) else out.loss
 
 
 def hugging_face(name: str, attention: str, ids: torch.Tensor) -> tuple[torch.nn.Module, dict[str, Any]]:
@@ -149,8 +151,10 @@ def compare(name: str, attention: str, seq: int, args: argparse.Namespace) -> tu
     ids = torch.randint(0, VOCAB, (max(1, 1024 // seq), seq))
     model, inputs = megatron(name, ids) if name in MEGATRON else hugging_face(name, attention, ids)
     model = model.to(getattr(torch, args.dtype))
-    steps = common.rivals(Loss(model), inputs, lambda loss: loss, names=args.alternatives.split(","))
-    common.header(f"{name}, attention {attention}, {ids.shape[0]} x {seq} tokens, {args.dtype}")
+    autocast = getattr(torch, args.autocast) if args.autocast else None
+    steps = common.rivals(Loss(model, autocast), inputs, lambda loss: loss, names=args.alternatives.split(","))
+    under = f" under autocast to {args.autocast}" if autocast else ""
+    common.header(f"{name}, attention {attention}, {ids.shape[0]} x {seq} tokens, {args.dtype}{under}")
     times = common.interleaved(steps, args.rounds, args.warmup)
     peaks = {b: common.peak_bytes(step, common.gradient_bytes(model)) for b, step in steps.items()}
     common.table(times, peaks, "mindspeed")
@@ -177,6 +181,7 @@ def main() -> None:
         attention="eager,sdpa",
         seqs="512,2048",
         dtype="float32",
+        autocast="",
         alternatives="eager,inductor,mindspeed",
     )
     for attention in args.attention.split(","):

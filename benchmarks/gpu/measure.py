@@ -13,7 +13,7 @@ from mindspeed_fx.backend import mindspeed
 from mindspeed_fx.report import recorder
 
 from . import products, rows, sequences
-from .problem import Function, Problem, size
+from .problem import LATE, Function, Late, Problem, size
 
 OURS = "mindspeed"
 OWN = "own kernels"
@@ -86,11 +86,15 @@ class Kernel:
         want = [x.cpu() for x in Rival(problem.define, exact, self.cotangents).run(_untimed)[2]]
         result: dict[str, float | str] = {}
         for rival, forward in list(self.functions.items()):
+            if LATE in result.values():
+                result[rival] = LATE
+                del self.functions[rival]
+                continue
             try:
                 with recorder.collecting() as records:
                     have = Rival(forward, problem, self.cotangents).run(_untimed)[2]
-            except Exception as error:  # noqa: BLE001  a rival's limits are told
-                result[rival] = f"failed: {told(error)}"
+            except (Exception, Late) as error:  # noqa: BLE001  a rival's limits are told
+                result[rival] = LATE if isinstance(error, Late) else f"failed: {told(error)}"
                 del self.functions[rival]
                 continue
             result[rival] = max(
@@ -119,9 +123,9 @@ class Kernel:
                 with Peak(meter.cuda) as peak:
                     seconds[rival].append(run.run(meter)[:2])
                 peaks[rival] = peak.mib
-        busy = {
-            rival: [run.run(device_time)[:2] for _ in range(PROFILED)] for rival, run in ready.items() if meter.cuda
-        }
+        busy = seconds
+        if meter.cuda:
+            busy = {rival: [run.run(device_time)[:2] for _ in range(PROFILED)] for rival, run in ready.items()}
         self._move("cpu")
         return {
             rival: {"MiB": peaks[rival], **_medians(both, ""), **_medians(busy[rival], " busy")}

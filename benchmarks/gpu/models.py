@@ -12,6 +12,7 @@ from benchmarks import common
 from mindspeed_fx.backend import mindspeed
 
 from .measure import Peak, told
+from .problem import LATE, Late
 
 HIDDEN, LAYERS, VOCAB = 2048, 4, 32000
 LISTED = 40
@@ -132,7 +133,7 @@ class WholeModel:
     def __init__(self, name: str):
         what, self.model, inputs = build(name)
         self.steps: dict[str, common.Step] = {}
-        for rival in ("eager", "inductor", "mindspeed"):
+        for rival in ("eager", "mindspeed", "inductor"):
             if rival not in what.without:
                 backend = mindspeed if rival == "mindspeed" else rival  # also where the package is not installed
                 step = self.model if rival == "eager" else torch.compile(self.model, backend=backend, dynamic=False)
@@ -144,10 +145,14 @@ class WholeModel:
         result: dict[str, float | str] = {}
         exact = None
         for rival, step in list(self.steps.items()):
+            if LATE in result.values():
+                result[rival] = LATE
+                del self.steps[rival]
+                continue
             try:
                 step()
-            except Exception as error:  # noqa: BLE001  a rival's limits are told
-                result[rival] = f"failed: {told(error)}"
+            except (Exception, Late) as error:  # noqa: BLE001  a rival's limits are told
+                result[rival] = LATE if isinstance(error, Late) else f"failed: {told(error)}"
                 del self.steps[rival]
                 continue
             if exact is None:

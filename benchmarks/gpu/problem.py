@@ -8,6 +8,11 @@ from typing import Any, Callable
 import torch
 
 Function = Callable[..., Any]
+LATE = "failed: not compiled in the time for it"
+
+
+class Late(BaseException):
+    """The time for compiling is over; nothing that a compiler catches."""
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,10 @@ import torch
 
 from . import models
 from .measure import OURS, Kernel, told
+from .problem import LATE, Late
 
 TRIES = 4
 """Others' values may fill the device for a moment."""
-
-
-class Late(BaseException):
-    """The time for compiling is over; nothing that a compiler catches."""
 
 
 def serve(names: list[str], device: str, elements: int, deadline: float, pipe: Connection) -> None:
@@ -61,7 +58,7 @@ def _prepare(name: str, device: str, elements: int, deadline: float, ready: dict
                 ready[name] = what
                 return result
         except Late:
-            return {OURS: "failed: not compiled in the time for it"}
+            return {OURS: LATE}
         except Exception as error:  # noqa: BLE001  the table tells it
             result = {OURS: f"failed: {told(error)}"}
             if "OutOfMemory" not in str(result) or not left:
