@@ -245,7 +245,7 @@ class RingAttention(torch.autograd.Function):
                 continue
             rows, columns = zip(*ring.blocks(*at))
             blocks = _attend(
-                _take_chunks(q, rows),
+                _take_chunks(ring.of_step(q, *at), rows),
                 _take_chunks(k, columns),
                 _take_chunks(v, columns),
                 _take_biases(ring.mask_for(mask, *at), columns, q.shape[0]),
@@ -280,10 +280,9 @@ class RingAttention(torch.autograd.Function):
             k, v = travel.on(*at)
             if ring.causal:
                 rows, columns = zip(*ring.blocks(*at))
-                arguments = [
-                    _take_chunks(x, numbers)
-                    for x, numbers in ((grad, rows), (q, rows), (k, columns), (v, columns), (out, rows), (lse, rows))
-                ]
+                own_rows = [_take_chunks(ring.of_step(x, *at), rows) for x in (grad, q, out, lse)]
+                own_keys = [_take_chunks(x, columns) for x in (k, v)]
+                arguments = [*own_rows[:2], *own_keys, *own_rows[2:]]
                 biases = _take_biases(ring.mask_for(mask, *at), columns, q.shape[0])
                 dropped = ring_dropout.take_blocks(ring.mask_for(keep, *at), rows, columns)
                 blocks = _attend_backward(*arguments, biases, dropped, False, ring)

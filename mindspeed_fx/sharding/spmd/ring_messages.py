@@ -45,6 +45,11 @@ class Ring:
         """(round, step) in order, but for the first: those with another rank's keys."""
         return [(o, i) for o in range(self.rounds) for i in range(self.window)][1:]
 
+    def of_step(self, x: Tensor, round_: int, step: int) -> Tensor:
+        """``x``, as a value of this step alone. Which of its chunks a step takes is another number on every rank, and a
+        rank that takes the same one in two steps would else have a node less, where equal nodes are made one."""
+        return x.expand(self.ranks, *x.shape).select(0, round_ * self.window + step)
+
     def owner(self, r: int, round_: int, step: int) -> int:
         """Whose keys rank ``r`` has then."""
         w = self.window
