@@ -326,16 +326,25 @@ def test_on_cuda_repeated_heads_of_a_call_are_left_to_the_kernel():
     assert report.counts[NAME] == 1 and "None, 0.0, True" in run.after and "enable_gqa=True" in run.after
 
 
-@pytest.mark.parametrize("dtype, dim, grouped", [("bfloat16", 64, 1), ("bfloat16", 264, 0), ("float32", 64, 0)])
-def test_on_cuda_heads_are_repeated_where_no_flash_kernel_takes_groups(dtype, dim, grouped):
+@pytest.mark.parametrize("composed", [False, True])
+@pytest.mark.parametrize(
+    "dtype, dim, causal, grouped",
+    [("bfloat16", 64, True, 1), ("bfloat16", 264, True, 0), ("float32", 64, True, 0), ("bfloat16", 64, False, 0)],
+)
+def test_on_cuda_heads_are_repeated_where_no_flash_kernel_takes_groups(dtype, dim, causal, grouped, composed):
     """There torch would compose attention, with all scores in memory."""
+    given = torch.rand(6, 6) < 0.5
 
     def f(q, k, v):
-        return F.scaled_dot_product_attention(q, *(x.repeat_interleave(2, 1) for x in (k, v)), positions_le(6))
+        k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+        keep = positions_le(6) if causal else given
+        if not composed:
+            return F.scaled_dot_product_attention(q, k, v, keep)
+        return (q @ k.transpose(-1, -2)).masked_fill(~keep, float("-inf")).softmax(-1) @ v
 
     report = explain(f, *qkv(kv_heads=2, dim=dim, dtype=getattr(torch, dtype)), target="cuda")
     run = next(r for r in report.graphs[0].runs if r.report.name == NAME)
-    assert report.counts[NAME] == 1 and run.after.count("enable_gqa=True") == grouped
+    assert report.counts[NAME] == (causal or composed) and run.after.count("enable_gqa=True") == grouped
 
 
 def test_on_cuda_a_call_that_drops_keeps_its_mask():

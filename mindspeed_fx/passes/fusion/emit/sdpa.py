@@ -33,7 +33,7 @@ def emit(
     masks, keys = scores.blocking, match.value(k).shape[2]
     causal = all(_hides_later_keys(mask.kept_band(m, kind), keys) for kind, m, _ in masks) if masks else scores.causal
     times = match.value(q).shape[1] // match.value(k).shape[1]
-    if times != 1 and not _takes_groups(match.value(q), match.value(v)):
+    if times != 1 and not _takes_groups(match.value(q), match.value(v), bool(masks) and not causal):
         k, v = (rewrite.insert(gm, root, aten.repeat_interleave.self_int, (x, times, 1)) for x in (k, v))
         times = 1
     if root.target is aten.scaled_dot_product_attention.default and not (causal if masks else times != 1):
@@ -51,14 +51,14 @@ def emit(
     )
 
 
-def _takes_groups(q: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether a flash kernel takes fewer heads of keys than of queries; without one torch would compose it, which it
-    does in float64 anyway.
+def _takes_groups(q: torch.Tensor, v: torch.Tensor, masked: bool) -> bool:
+    """Whether a flash kernel takes fewer heads of keys than of queries, none with a mask on every device; without
+    one torch would compose it, which it does in float64 anyway.
     """
     if q.dtype == torch.float64:
         return True
     old = q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < (8, 0)
-    return q.dtype != torch.float32 and q.shape[-1] == v.shape[-1] <= 256 and not old
+    return not masked and q.dtype != torch.float32 and q.shape[-1] == v.shape[-1] <= 256 and not old
 
 
 def _hides_later_keys(keep: Band | None, keys: Any) -> bool:
