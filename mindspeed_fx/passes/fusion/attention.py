@@ -32,6 +32,7 @@ from mindspeed_fx.passes.fusion.analysis.attention_scores import Scores, culprit
 from mindspeed_fx.passes.fusion.analysis.softmax import hiding
 from mindspeed_fx.passes.fusion.emit import einsum
 from mindspeed_fx.passes.fusion.emit.attention import Emit, build, emitter
+from mindspeed_fx.passes.fusion.emit.attention_operands import cast
 
 NAME, OPERATOR = "fusion.attention", "mindspeed::attention"
 CONTRACTIONS = (
@@ -82,20 +83,13 @@ def _from_sdpa(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Node, 
     grouped = [kv_heads.ungroup(node, x, match.value(q).shape[1]) or x for x in (k, v)]
     if match.value(grouped[0]).shape[1] == match.value(grouped[1]).shape[1]:
         k, v = map(rewrite.build, grouped)
-    q, k, v = (_as_autocast(gm, node, x) for x in (q, k, v))
+    dtype = match.value(node).dtype  # to which autocast casts what it is given
+    q, k, v = (cast(gm, node, x, dtype) for x in (q, k, v))
     if arguments is not None:
-        kind = "keep" if match.value(arguments).dtype == torch.bool else "add"
-        masks = [(kind, _as_autocast(gm, node, arguments), node)]
+        boolean = match.value(arguments).dtype == torch.bool
+        masks = [("keep", arguments, node) if boolean else ("add", cast(gm, node, arguments, dtype), node)]
     scores = Scores(q, k, float(scale), masks, [node], causal=causal, drop=node if p else None, p=float(p))
     return node, emit(gm, node, scores, q, k, v)
-
-
-def _as_autocast(gm: fx.GraphModule, call: fx.Node, x: fx.Node) -> fx.Node:
-    """An operand of ``call`` in the type of its result, to which autocast casts them."""
-    dtype = match.value(call).dtype
-    if match.value(x).dtype in (dtype, torch.bool):
-        return x
-    return rewrite.insert(gm, call, aten.to.dtype, (x, dtype))
 
 
 # --------------------------------------------------------------------------- softmax(q k^T) v

@@ -19,13 +19,13 @@ def operands(
     gm: fx.GraphModule, root: fx.Node, scores: Scores, q: fx.Node, k: fx.Node, v: fx.Node, masks: list, notes: list[str]
 ) -> tuple[fx.Node, fx.Node, fx.Node | None, fx.Node | None]:
     """q, k, the mask, True or zero where attention is allowed, as an operator takes them, and
-    :func:`hidden_rows.some_left`; Miss where it is not safe.
+    :func:`fully_masked_rows.some_left`; Miss where it is not safe.
     """
     dtype = match.value(root).dtype
     # Matching looks through casts of q and k: one that widened them to the type of v is recomputed, and one to the type
     # of their product, which may be autocast's.
     narrow = match.value(scores.product).dtype == dtype
-    q, k = (_cast(gm, root, x, dtype) if narrow else widen(gm, root, x, dtype) for x in (q, k))
+    q, k = (cast(gm, root, x, dtype) if narrow else widen(gm, root, x, dtype) for x in (q, k))
     if not all(match.value(x).dtype == dtype for x in (q, k, v)):
         raise Miss(
             f"q, k and v are {', '.join(str(match.value(x).dtype) for x in (q, k, v))} and the result is {dtype}"
@@ -61,7 +61,7 @@ def operands(
     return q, k, rewrite.insert(gm, root, aten.where.ScalarOther, (allowed, added, -math.inf)), visible_rows
 
 
-def _cast(gm: fx.GraphModule, before: fx.Node, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+def cast(gm: fx.GraphModule, before: fx.Node, x: fx.Node, dtype: torch.dtype) -> fx.Node:
     return x if match.value(x).dtype == dtype else rewrite.insert(gm, before, aten.to.dtype, (x, dtype))
 
 
