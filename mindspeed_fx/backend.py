@@ -39,7 +39,6 @@ from mindspeed_fx.kernels.npu import acl_graph
 from mindspeed_fx.layers import leave_out
 from mindspeed_fx.options import Options
 from mindspeed_fx.partition import written_inputs
-from mindspeed_fx.partition.offload import move
 from mindspeed_fx.partition.order import prepare_early
 from mindspeed_fx.partition.partitioner import Partitioner
 from mindspeed_fx.partition.shorten import Shortened
@@ -50,7 +49,6 @@ from mindspeed_fx.passes.overlap.model.step_lanes import record_lanes
 from mindspeed_fx.passes.runner import Pipeline
 from mindspeed_fx.report import progress, recorder
 from mindspeed_fx.report.code import remembering
-from mindspeed_fx.report.records import Skip
 from mindspeed_fx.sharding import parallelized_graph as sharding
 from mindspeed_fx.training import (
     data_parallel,
@@ -298,16 +296,11 @@ class Compilation:
         return self.pipeline.decide(self.record, graph, nodes)
 
     def move(self, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-        """Copies to host memory and back of what the passes of stage "partition" move there."""
+        """Copies to host memory and back of what the passes of stage "partition" move there; masks as bytes."""
         if self.options.count_flops:
             self.work["forward"] = work = flop_count.count(forward)
             self.work["backward"] = flop_count.behind(self.work["joint"], work, flop_count.count(backward))
-        for run in self.record.runs:
-            if run.report.moves:
-                run.report.skipped += [
-                    Skip("", f"{name} is not moved: {why}")
-                    for name, why in move(forward, backward, run.report.moves).items()
-                ]
+        self.pipeline.move(self.record, forward, backward)
 
     def finish_side(self, gm: fx.GraphModule, side: str) -> None:
         """Partitioned passes and lowering of one forward, backward or inference graph."""

@@ -22,7 +22,9 @@ from mindspeed_fx.errors import OptionError, nearest
 from mindspeed_fx.graph.annotate import bodies, holds_graphs
 from mindspeed_fx.graph.recompile import defer_recompile
 from mindspeed_fx.options import Options
-from mindspeed_fx.passes.base import Context, Pass, registered
+from mindspeed_fx.partition.masks import save_as_bytes
+from mindspeed_fx.partition.offload import move
+from mindspeed_fx.passes.base import Context, Pass, registered, site
 from mindspeed_fx.passes.check import check_pass
 from mindspeed_fx.passes.manager import ROWS, PassError, in_order
 from mindspeed_fx.passes.prove.sites import prove_pass
@@ -142,6 +144,17 @@ class Pipeline:
                 size = len(graph.nodes)
                 record.runs.append(PassRun(report, "joint", seconds, size, size, exact=p.exact))
         return saved if saved is None else [n for n in graph.nodes if n.name in saved]
+
+    def move(self, record: GraphRecord, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+        """Does to the two halves of a joint graph what the passes of stage "partition" have asked for."""
+        for report in (run.report for run in record.runs):
+            if report.moves:
+                stay = move(forward, backward, report.moves)
+                report.skipped += [Skip("", f"{name} is not moved: {why}") for name, why in stay.items()]
+            if report.masks:
+                saved, stay = save_as_bytes(forward, backward, report.masks)
+                report.rewrites += [site("mask as bytes", n) for n in saved]
+                report.skipped += [Skip("mask as bytes", f"{name} stays bool: {why}") for name, why in stay.items()]
 
     def refuse(self, stage: str, reason: str, record: GraphRecord) -> None:
         """Note for every pass of ``stage`` that the graph is not for it."""

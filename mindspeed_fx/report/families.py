@@ -62,6 +62,7 @@ SUPPORTING = (
     "lowering.joined_slices",
     "lowering.main_grad",
     "lowering.repeated_layers",
+    "lowering.saved_masks",
     "lowering.narrow_indices",
     "lowering.shared_sums",
     "lowering.split_cat",

@@ -65,7 +65,8 @@ class PassReport:
     """Stage "partition" alone: saved value -> :class:`mindspeed_fx.partition.offload.Move`, of those that go to host
     memory meanwhile.
     """
-
+    masks: list[str] = field(default_factory=list)
+    """Stage "partition" alone: masks that are saved as bytes, where the forward saves them."""
     layers: list[tuple[tuple[str, ...], ...]] = field(default_factory=list)
     """Stage "lowered" alone: for each kind of layer that became one graph the names of its calls, layer by layer in the
     order in which they run, views left out.

@@ -158,9 +158,9 @@ def test_bitwise_the_same_in_the_memory_that_was_modelled(sines):
 
 def graphs(model, x, **options):
     """Forward and backward as they are after the cut."""
-    from mindspeed_fx import backend
+    from mindspeed_fx.passes import runner
 
-    found, own = [], backend.move
+    found, own = [], runner.move
 
     def seen(forward, backward, moves):
         kept = own(forward, backward, moves)
@@ -168,7 +168,7 @@ def graphs(model, x, **options):
         return kept
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "move", seen)
+        patch.setattr(runner, "move", seen)
         values, _, copies = trained(model, x, memory_budget="min", offload=True, **options)
     return *found[:2], values
 
