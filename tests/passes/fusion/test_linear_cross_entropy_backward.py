@@ -10,6 +10,8 @@ from torch import nn
 
 import mindspeed_fx
 from mindspeed_fx.kernels import linear_cross_entropy_backward as kernel
+from mindspeed_fx.options import Options
+from mindspeed_fx.passes.base import Context
 from mindspeed_fx.passes.fusion import linear_cross_entropy_backward as file
 
 NAME = file.NAME
@@ -126,6 +128,20 @@ def test_small_logits_are_left(monkeypatch):
     monkeypatch.setattr(file, "SMALLEST", 8 * 2**20)
     _, report = both(Head("returned"))
     assert report.counts[NAME] == 0 and "below 8 MiB" in report.skipped(NAME)[0].reason
+
+
+@pytest.mark.parametrize("dtype, least", [(torch.float32, 32), (torch.bfloat16, 64)])
+def test_tiles_begin_where_they_pay(monkeypatch, dtype, least):
+    monkeypatch.undo()
+    context = Context(Options.parse({}).resolve("cpu"), "joint")
+    for more, left in ((-1, True), (0, False)):
+        graph = torch.fx.Graph()
+        grad, logits = graph.placeholder("grad"), graph.placeholder("logits")
+        node = graph.call_function(torch.ops.mindspeed.cross_entropy_backward.default, (grad, logits))
+        graph.output((logits, node))
+        logits.meta["val"] = node.meta["val"] = torch.empty(1024 + more, (least << 10) // dtype.itemsize, dtype=dtype)
+        reason = file._match_gate(node, context)
+        assert (f"below {least} MiB" in reason) if left else reason is None
 
 
 def test_generated_code_writes_over_logits_that_nobody_reads():
