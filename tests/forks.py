@@ -140,7 +140,7 @@ def start(run: Callable[[], int], out: str | Path, err: str | Path | None = None
         output = os.open(out, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output if err is None else os.open(err, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), 2)
-        _renew_threads()
+        renew_threads()
         code = run()
     except BaseException:
         traceback.print_exc()
@@ -150,7 +150,7 @@ def start(run: Callable[[], int], out: str | Path, err: str | Path | None = None
         os._exit(code)
 
 
-def _renew_threads() -> None:
+def renew_threads() -> None:
     """A fork makes torch's pool of threads anew when it is first asked for; two threads that ask at once may find none
     ("Invalid thread pool!"), so that it is asked for while there is one.
     """

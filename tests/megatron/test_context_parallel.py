@@ -14,6 +14,7 @@ import torch.multiprocessing as mp
 
 import mindspeed_fx
 from mindspeed_fx.megatron import alibi
+from tests import forks
 from tests.megatron.launch import runner
 from tests.ranks import spawn
 
@@ -196,6 +197,7 @@ def worker(rank, ranks, store, cases):
     import torch.distributed as dist
     from megatron.core import parallel_state
 
+    forks.renew_threads()
     dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     parallel_state.initialize_model_parallel(context_parallel_size=ranks)
     for case in cases:

@@ -115,6 +115,11 @@ def test_a_page_keeps_what_is_not_run_again():
     assert report.merge(report.Row("x", {"eager": "late"}), old) == old
 
 
+def test_what_is_equal_with_generated_code_alone_is_not_counted_as_equal_with_it_too():
+    row = report.Row("torch/x", {"eager": "ok", "passes": "differs", "mindspeed": "equal"})
+    assert "1 ran, 0 of them equal (0 with generated" in report.page([row])
+
+
 def test_a_wrong_value_is_a_defect_where_inductor_is_right(run_faulty, tmp_path):
     for kind, backends in {"wrong": ("eager", "passes"), "right": ("inductor",)}.items():
         for backend in backends:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
@@ -105,6 +107,7 @@ def test_gradients_in_16_bits_and_sizes_that_change():
 
 def test_of_a_llama_both_tables_forward_and_backward():
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     config = LlamaConfig(
         vocab_size=64,
@@ -117,4 +120,5 @@ def test_of_a_llama_both_tables_forward_and_backward():
     )
     model, ids = LlamaForCausalLM(config), torch.randint(64, (2, 16))
     report = explain(model, input_ids=ids, labels=ids, use_cache=False)
-    assert report.counts[NAME] == 4 and not report.skipped(NAME)
+    saved = " @ " in inspect.getsource(LlamaRotaryEmbedding)  # transformers 4: no backward computes a matmul again
+    assert report.counts[NAME] == (2 if saved else 4) and not report.skipped(NAME)
