@@ -4,6 +4,7 @@ A graph is read as the row of its calls, each with its operator, its constants a
 stretch of the row is followed by its like, and the calls of both read one another at the same places, each is a layer:
 what it reads from elsewhere (its weights, the layer before it, masks that all share) are its inputs. Modules are not
 asked, so that a layer may begin anywhere in its period; it begins where least is lost between two compiled apart.
+Layers that talk to other ranks are not neighbours: there calls behind a collective are compared from their first on.
 """
 
 from __future__ import annotations
@@ -270,15 +271,22 @@ def _words_in(run: Sequence[fx.Node], numbers: dict[Any, int]) -> tuple[int, ...
 def _longest_beginning(rows: Sequence[tuple[int, ...]]) -> tuple[int, tuple[int, ...]] | None:
     """How many words, and which, the rows begin with that save most calls."""
     best, ordered = (0, 0, 0), sorted(rows)
-    for i, row in enumerate(ordered):
-        length = len(row)
-        for count, other in enumerate(ordered[i + 1 :], 2):
-            length = next((k for k, (a, b) in enumerate(zip(row[:length], other)) if a != b), min(length, len(other)))
+    common = [_common(one, other) for one, other in zip(ordered, ordered[1:])]
+    for i in range(len(ordered)):
+        length = len(ordered[i])
+        for count, shared in enumerate(common[i:], 2):
+            length = min(length, shared)
             if length < LEAST_CALLS:
                 break
             if count >= LEAST_LAYERS:
                 best = max(best, ((count - 1) * length, length, i))
     return (best[1], ordered[best[2]][: best[1]]) if best[0] else None
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many words two rows begin with alike."""
+    shortest = min(len(one), len(other))
+    return next((k for k in range(shortest) if one[k] != other[k]), shortest)
 
 
 def _end(runs: Sequence[tuple[fx.Node, ...]], length: int) -> int:
