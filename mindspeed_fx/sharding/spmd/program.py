@@ -47,7 +47,7 @@ from mindspeed_fx.sharding.spmd import experts as experts_spmd
 from mindspeed_fx.sharding.spmd.expected_collectives import ExpectedCollectives
 from mindspeed_fx.sharding.spmd.kept_whole import KeptWhole
 from mindspeed_fx.sharding.spmd.parts import run_whole
-from mindspeed_fx.sharding.spmd.program_inputs import Value, kept_parameter
+from mindspeed_fx.sharding.spmd.program_inputs import Value, is_number, kept_parameter, with_numbers
 from mindspeed_fx.sharding.spmd.program_key import program_key
 from mindspeed_fx.sharding.spmd.redistribute import flatten, reshape, reshape_as, unflatten
 from mindspeed_fx.sharding.spmd.static_masks import ATTENTION, known_masks
@@ -76,6 +76,7 @@ class Program(torch.nn.Module):
         symbols.price_sizes_as_traced()
         even_shards.part_even_shards_alike()
         object.__setattr__(self, "graph", graph)
+        values = with_numbers(graph, values)
         self.plan, self.mesh, self.values = plan, mesh, values
         self.place = ""
         """The mesh and this rank in it, as text; "" where no cache asks."""
@@ -202,6 +203,8 @@ class _Planned(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         self.node = self.traffic.node = n
         self.kept.where = _where(n)
+        if is_number(n):
+            return super().run_node(n)
         try:
             value = pytree.tree_map_only(torch.Tensor, self._whole, super().run_node(n))
             shown = self.traffic.values[n] = pytree.tree_map(_joined, value)
