@@ -30,6 +30,12 @@ def size_expression(size: Any) -> Any:
     return int(expression) if expression.is_number else expression
 
 
+def as_number(size: Any) -> Any:
+    """A dimension that is no symbol any more, for a guard has made it a number, as int; others as they are."""
+    is_symbol = isinstance(size, torch.SymInt) and (is_known_by_data(size) or size.node.expr.free_symbols)
+    return size if is_symbol else int(size)
+
+
 def same_size(a: Any, b: Any) -> bool:
     """Whether two sizes are one expression, or have the same values at three samples of their symbols: sympy leaves
     ``s**2 // s`` as it is, which products of heads in five dimensions have. Adds no guard.

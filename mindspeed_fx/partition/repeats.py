@@ -4,6 +4,7 @@ A graph is read as the row of its calls, each with its operator, its constants a
 stretch of the row is followed by its like, and the calls of both read one another at the same places, each is a layer:
 what it reads from elsewhere (its weights, the layer before it, masks that all share) are its inputs. Modules are not
 asked, so that a layer may begin anywhere in its period; it begins where least is lost between two compiled apart.
+Layers that talk to other ranks are not neighbours: there calls behind a collective are compared from their first on.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Repeat:
 
 
 def repeats(graph: fx.Graph) -> list[Repeat]:
-    """The longest disjoint repetitions, in order of the graph; values need ``meta["val"]``."""
+    """The longest disjoint repetitions, in order of the graph, and of what is left the longest that begins alike behind
+    calls that are like none; values need ``meta["val"]``."""
     calls = [n for n in graph.nodes if n.op == "call_function" and not is_made_before(n)]
     results, pieces = [], [calls]
     while pieces:
@@ -51,6 +53,7 @@ def repeats(graph: fx.Graph) -> list[Repeat]:
         start, end, repeat = longest
         results.append(repeat)
         pieces += [p for p in (piece[:start], piece[end:]) if len(p) >= LEAST_LAYERS * LEAST_CALLS]
+    results += beginnings(_runs(calls, {n for r in results for layer in r.layers for n in layer}))
     place = {n: i for i, n in enumerate(calls)}
     return sorted(results, key=lambda r: place[r.layers[0][0]])
 
@@ -140,8 +143,7 @@ def _divide(calls: Sequence[fx.Node], start: int, end: int, period: int) -> tupl
         first, last, layers = alike(calls, start + shift, end, period)
         if len(layers) >= LEAST_LAYERS:
             repeat = _repeat(layers)
-            values = [layers[0][i] for i in repeat.outputs] + [n for inputs in repeat.inputs for n in inputs]
-            if all(isinstance(n.meta.get("val"), torch.Tensor) for n in values):
+            if _takes_tensors(repeat):
                 return first, last, repeat
     return None
 
@@ -213,3 +215,95 @@ def _repeat(layers: list[tuple[fx.Node, ...]]) -> Repeat:
             if base in own and any(u not in own for u in node.users):
                 outputs.add(place[base])
     return Repeat(tuple(layers), tuple(zip(*slots)) if slots else ((),) * len(layers), tuple(sorted(outputs)))
+
+
+# ------------------------------------------------------------ between collectives
+
+
+def _runs(calls: Sequence[fx.Node], taken: set[fx.Node]) -> list[list[fx.Node]]:
+    """Calls after one another of which none is alone or taken."""
+    results: list[list[fx.Node]] = [[]]
+    for n in calls:
+        if is_alone(n) or n in taken:
+            results.append([])
+        elif results[-1] or not _is_part(n):
+            results[-1].append(n)
+    return results
+
+
+def _is_part(node: fx.Node) -> bool:
+    """Whether a call takes one of several results: of a call that is alone it stays outside."""
+    return node.target is operator.getitem
+
+
+def beginnings(runs: Sequence[Sequence[fx.Node]]) -> list[Repeat]:
+    """What :data:`LEAST_LAYERS` runs or more begin with alike: that which saves most calls, then of what remains of
+    these runs and of the others.
+
+    Layers that talk to other ranks are divided by collectives, and what is scheduled between two of these, a weight's
+    gradient say, is not the same in every layer.
+    """
+    numbers: dict[Any, int] = {}
+    words = {run: _words_in(run, numbers) for run in map(tuple, runs) if len(run) >= LEAST_CALLS}
+    results = []
+    while (length := _longest_beginning(list(words.values()))) is not None:
+        number, first = length
+        alike_runs = [run for run, row in words.items() if row[:number] == first]
+        end = _end(alike_runs, number)
+        alike_runs = [run for run, row in words.items() if row[:end] == first[:end]]
+        repeat = _repeat([run[:end] for run in alike_runs]) if end else None
+        for run in alike_runs:
+            del words[run]
+            rest = run[end:]
+            if end and len(rest) >= LEAST_CALLS:
+                words[rest] = _words_in(rest, numbers)
+        if repeat is not None and _takes_tensors(repeat):
+            results.append(repeat)
+    return results
+
+
+def _words_in(run: Sequence[fx.Node], numbers: dict[Any, int]) -> tuple[int, ...]:
+    """Of each call a number that tells it, with what it reads of the run and what else it reads is like."""
+    wired = zip(map(word, run), map(str, _wiring(run)))
+    return tuple(numbers.setdefault(w, len(numbers)) for w in wired)
+
+
+def _longest_beginning(rows: Sequence[tuple[int, ...]]) -> tuple[int, tuple[int, ...]] | None:
+    """How many words, and which, the rows begin with that save most calls."""
+    best, ordered = (0, 0, 0), sorted(rows)
+    common = [_common(one, other) for one, other in zip(ordered, ordered[1:])]
+    for i in range(len(ordered)):
+        length = len(ordered[i])
+        for count, shared in enumerate(common[i:], 2):
+            length = min(length, shared)
+            if length < LEAST_CALLS:
+                break
+            if count >= LEAST_LAYERS:
+                best = max(best, ((count - 1) * length, length, i))
+    return (best[1], ordered[best[2]][: best[1]]) if best[0] else None
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many words two rows begin with alike."""
+    shortest = min(len(one), len(other))
+    return next((k for k in range(shortest) if one[k] != other[k]), shortest)
+
+
+def _end(runs: Sequence[tuple[fx.Node, ...]], length: int) -> int:
+    """Where a beginning of ``length`` calls ends so that least is lost; 0 where that leaves too few."""
+    if all(len(run) == length for run in runs):
+        return length
+    losses = []
+    depths = [_depths(run) for run in runs]
+    places = [{n: i for i, n in enumerate(run)} for run in runs]
+    for end in range(LEAST_CALLS, length + 1):
+        if end == length or not _fusible(runs[0][end - 1]) or not _fusible(runs[0][end]):
+            loss = max(_loss(run[:end], end, p, d) for run, p, d in zip(runs, places, depths))
+            losses.append((loss, -end))
+    return -min(losses)[1]
+
+
+def _takes_tensors(repeat: Repeat) -> bool:
+    """Whether called graphs take, and return, tensors alone."""
+    values = [repeat.layers[0][i] for i in repeat.outputs] + [n for inputs in repeat.inputs for n in inputs]
+    return all(isinstance(n.meta.get("val"), torch.Tensor) for n in values)

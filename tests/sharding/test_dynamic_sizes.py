@@ -223,3 +223,9 @@ def test_long_chains_of_sizes_are_recorded(compiled):
 def test_a_window_over_a_divided_sequence_stays_whole(compiled, capfd):
     compiled(Masked(sliding_window), {"cp": 2}, "ring")(*dynamic_ranks.batch(4, 16)).backward()
     assert "with a mask or a window over a divided sequence takes fixed sizes" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("dim,plan", [("dp", "zero2"), pytest.param("tp", "tp_sp", marks=pytest.mark.slow)])
+def test_numbers_of_a_model_change_too(dim, plan, tmp_path):
+    """Dynamo hands them in as tensors, and of an input of floats every dimension as a symbol."""
+    check(tmp_path, "scaled", {dim: 2}, plan, [(4, 10), (6, 12)], True, 1)

@@ -105,8 +105,9 @@ def generated_code():
 
 
 def many_layers_in_generated_code():
-    """So many layers that code is made of one of them, under each plan."""
-    for dim, plan in (("dp", "zero1"), ("dp", "zero2"), ("dp", "zero3"), ("tp", "tp_sp"), ("cp", "ulysses")):
+    """So many layers that code is made of one of them, or of what lies between two collectives of it."""
+    plans = ("dp", "zero1"), ("dp", "zero2"), ("dp", "zero3"), ("tp", "tp_sp"), ("cp", "ulysses"), ("cp", "ring")
+    for dim, plan in plans:
         trains_alike(dim, plan, settings={"layers": 8}, sizes=(4, 32), codegen="inductor")
         torch._dynamo.reset()
 

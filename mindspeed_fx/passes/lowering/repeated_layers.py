@@ -3,7 +3,8 @@
 What is in a layer was decided before: fused, differentiated, cut and lowered. Inductor makes the code of one layer
 (torch's ``invoke_subgraph``) in place of that of all, so that its time and the compiler's no longer grow with their
 number. A layer begins where nothing is lost by it (:mod:`mindspeed_fx.partition.repeats`): an addition that is fused
-with the norm of the next layer stays fused with it. Turned off, each layer is traced for itself too
+with the norm of the next layer stays fused with it. Where layers send, such graphs lie between two collectives: what
+comes behind one is shared as far as it is alike. Turned off, each layer is traced for itself too
 (:mod:`mindspeed_fx.partition.shorten`).
 """
 

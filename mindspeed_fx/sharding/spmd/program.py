@@ -47,7 +47,7 @@ from mindspeed_fx.sharding.spmd import experts as experts_spmd
 from mindspeed_fx.sharding.spmd.expected_collectives import ExpectedCollectives
 from mindspeed_fx.sharding.spmd.kept_whole import KeptWhole
 from mindspeed_fx.sharding.spmd.parts import run_whole
-from mindspeed_fx.sharding.spmd.program_inputs import Value, kept_parameter
+from mindspeed_fx.sharding.spmd.program_inputs import Value, is_number, kept_parameter, with_numbers
 from mindspeed_fx.sharding.spmd.program_key import program_key
 from mindspeed_fx.sharding.spmd.redistribute import flatten, reshape, reshape_as, unflatten
 from mindspeed_fx.sharding.spmd.static_masks import ATTENTION, known_masks
@@ -76,7 +76,7 @@ class Program(torch.nn.Module):
         symbols.price_sizes_as_traced()
         even_shards.part_even_shards_alike()
         object.__setattr__(self, "graph", graph)
-        self.plan, self.mesh, self.values = plan, mesh, values
+        self.plan, self.mesh, self.values = plan, mesh, with_numbers(graph, values)
         self.place = ""
         """The mesh and this rank in it, as text; "" where no cache asks."""
         object.__setattr__(self, "known", known_masks(graph))
@@ -85,7 +85,7 @@ class Program(torch.nn.Module):
         object.__setattr__(self, "results", None if hands_on else results_alone.results_of(graph))
         written = next((n for n in map(padded_rules.writes_elsewhere, (graph, *bodies(graph))) if n is not None), None)
         self.kept.pads = written is None
-        for value in values:
+        for value in self.values:
             if value is not None and (reason := value.kept or kept_parameter(value, plan, mesh)):
                 self.kept.note(reason)
         if written is not None and any(v is not None and self._is_uneven(v) for v in values):
@@ -104,7 +104,7 @@ class Program(torch.nn.Module):
         if self.results is not None and tracing.collects_metadata():
             return results_alone.stand_in(self.results, local)
         traffic = ExpectedCollectives(self.mesh)
-        object.__setattr__(self, "traffic", traffic)  # of the last trace: the same as of those before
+        object.__setattr__(self, "traffic", traffic)  # of the last trace
         rest = [self._at_rest(x, v) if v is not None and v.parameter else x for x, v in zip(local, self.values)]
         with self.kept.listening():
             arguments = [self._enter(x, at, v) for x, at, v in zip(local, rest, self.values, strict=True)]
@@ -200,8 +200,9 @@ class _Planned(fx.Interpreter):
             return super().run(*args, **kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
-        self.node = self.traffic.node = n
-        self.kept.where = _where(n)
+        self.node, self.traffic.node, self.kept.where = n, n, _where(n)
+        if is_number(n):
+            return super().run_node(n)
         try:
             value = pytree.tree_map_only(torch.Tensor, self._whole, super().run_node(n))
             shown = self.traffic.values[n] = pytree.tree_map(_joined, value)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Sequence
 
 import torch
+import torch.fx as fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from mindspeed_fx.compat import dtensor
+from mindspeed_fx.compat import dtensor, symbols
 from mindspeed_fx.sharding.plan import Plan, placement_of
 from mindspeed_fx.sharding.spmd.redistribute import placements_of
+
+ITEM = torch.ops.aten.item.default
 
 
 @dataclass
@@ -28,6 +33,24 @@ class Value:
     """Whether an input of the model is given as the part that ``placements`` say."""
     kept: str = ""
     """Why it is not divided as the plan says."""
+
+
+def is_number(node: fx.Node) -> bool:
+    """Whether a node is a number that Dynamo hands in as a tensor, for it may change (``dynamic=True``). The tensor
+    itself, and no DTensor of it, remembers its symbol."""
+    return node.op == "placeholder" and bool(node.users) and all(u.target is ITEM for u in node.users)
+
+
+def with_numbers(graph: fx.GraphModule, values: Sequence[Value | None]) -> list[Value | None]:
+    """``values`` without those of numbers; sizes are ints where they are no symbols any more, for a trace knows only
+    symbols that it has met."""
+    numbers = map(is_number, graph.graph.find_nodes(op="placeholder"))
+    return [None if number or v is None else _settled(v) for number, v in zip(numbers, values, strict=True)]
+
+
+def _settled(value: Value) -> Value:
+    shape, stride = (map(symbols.as_number, sizes) for sizes in (value.shape, value.stride))
+    return dataclasses.replace(value, shape=torch.Size(shape), stride=tuple(stride))
 
 
 def kept_parameter(value: Value, plan: Plan, mesh: DeviceMesh) -> str:

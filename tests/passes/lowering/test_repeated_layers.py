@@ -185,12 +185,40 @@ def test_views_of_results_stay_outside_and_memories_apart():
         (lambda x: torch.ops._c10d_functional.wait_tensor(x), "wait_tensor"),
     ],
 )
-def test_what_is_like_none_ends_a_layer(before, name):
+def test_what_is_like_none_stays_between_layers(before, name):
     gm = make_fx(lambda x, *w: blocks(x, w, torch.neg, before), tracing_mode="fake")(torch.ones(4, 6), *WEIGHTS)
+    shared(gm)
+    assert layers_of(gm) == [5]
+    assert sum(name in str(n.target) for n in gm.graph.nodes) == 5
+
+
+def wait(x):
+    return torch.ops._c10d_functional.wait_tensor(x)
+
+
+def test_calls_between_waits_are_too_few():
+    gm = made(lambda x, *w: blocks(x, w, wait, wait), torch.ones(4, 6), *WEIGHTS)
     report = shared(gm)
     assert not report.rewrites and layers_of(gm) == []
-    assert report.notes[0].startswith("no 3 neighbouring stretches of 16 calls or more are alike; like none are ")
-    assert name in report.notes[0]
+    assert report.notes == ["no 3 neighbouring stretches of 16 calls or more are alike; like none are wait_tensor"]
+
+
+def test_between_waits_what_begins_alike_is_shared():
+    """What a schedule puts between two collectives besides a layer's own calls differs from layer to layer."""
+
+    def f(x, *weights):
+        outputs = []
+        for i, w in enumerate(weights):
+            x = blocks(wait(x), [w], torch.neg)
+            if i % 2:
+                outputs += [(x.cos() @ weights[i - 1]).exp()]
+        return x, *outputs
+
+    gm, inputs = made(f, torch.ones(6, 6), *WEIGHTS), [torch.rand(6, 6) for _ in range(6)]
+    want = gm(*inputs)
+    report = shared(gm)
+    assert layers_of(gm) == [5] and [s.operator for s in report.rewrites] == ["5 layers"]
+    assert all(torch.equal(a, b) for a, b in zip(gm(*inputs), want, strict=True))
 
 
 def test_two_repetitions_after_one_another():

@@ -96,6 +96,40 @@ def test_a_transfer_runs_under_work_and_not_under_the_wait_for_another():
     assert inductor_order.dependencies(graph) == {work: [first], end: [work]}
 
 
+def test_transfers_run_under_graphs_that_are_called(fake_world):
+    """Work between a start and its wait that is alike in every layer has its code once."""
+
+    def f(x, *weights):
+        for w in weights:
+            transfer = functional.all_reduce(x, "sum", dist.group.WORLD)
+            y = x
+            for _ in range(4):
+                y = y.exp().sin().tanh().cos().sigmoid()
+            x = (functional.wait_tensor(transfer) + y) @ w
+        return x
+
+    torch._dynamo.reset()
+    args = [torch.rand(6, 6) for _ in range(4)]
+    _, (code,) = run_and_get_code(torch.compile(f, backend="mindspeed"), *args)
+    words = {"all_reduce_.default(": "s", "= repeated_layer_0(": "L", "ops._c10d_functional.wait_tensor.default(": "w"}
+    lines = [line.strip() for line in code[code.index("def call") :].splitlines() if not line.strip().startswith("#")]
+    order = [letter for line in lines for word, letter in words.items() if word in line]
+    assert re.sub("w+", "w", "".join(order)) == "sLw" * 3
+
+
+def test_a_called_graph_is_work_that_transfers_run_under():
+    start, wait = torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.wait_tensor.default
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    first = graph.call_function(start, (x, "sum", "0"))
+    body = graph.get_attr("body")
+    call = graph.call_function(torch.ops.higher_order.invoke_subgraph, (body, "body", x))
+    end = graph.call_function(wait, (first,))
+    second = graph.call_function(start, (end, "sum", "0"))
+    graph.output((call, graph.call_function(wait, (second,))))
+    assert inductor_order.dependencies(graph) == {call: [first], end: [call], second: [first, call]}
+
+
 def test_backward_graphs_too(lone_world, plain_costs):
     class Reduced(torch.autograd.Function):
         """Copy to a tensor-parallel region: the gradient is reduced."""

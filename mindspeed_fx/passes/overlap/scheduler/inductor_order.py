@@ -96,6 +96,8 @@ def dependencies(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 def _is_call(node: fx.Node) -> bool:
     """Runs as a call of its own, not fused with neighbours."""
+    if node.target is torch.ops.higher_order.invoke_subgraph:
+        return True
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
     name, space = node.target._schema.name.split("::")[1], node.target.namespace
