@@ -32,6 +32,18 @@ def ranks_of(group: str) -> list[int]:
     return dist.get_process_group_ranks(_resolve_process_group(group))
 
 
+def writes_again_at_each_wait(group: str, collective: str) -> bool:
+    """Whether the results of a joined ``collective`` must all be waited for before one of them is used.
+
+    gloo writes all results of ``reduce_scatter_tensor_coalesced`` when one of them is waited for, and again with each
+    further one (torch 2.11 to 2.14): what a program has meanwhile put into that memory is lost.
+    """
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return collective.startswith("reduce_scatter") and "gloo" in str(dist.get_backend(_resolve_process_group(group)))
+
+
 def ordered_group(ranks: Sequence[int]) -> Any:
     """A new process group whose ranks are numbered in this order; every process makes it. Before torch 2.13 a group
     sorts its ranks, by Python's own function, which stands aside meanwhile."""

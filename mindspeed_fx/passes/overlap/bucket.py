@@ -19,6 +19,7 @@ from collections import Counter
 import torch
 import torch.fx as fx
 
+from mindspeed_fx.compat.distributed import writes_again_at_each_wait
 from mindspeed_fx.graph.collectives import group_of, is_start, kind
 from mindspeed_fx.graph.match import argument
 from mindspeed_fx.graph.recompile import recompile
@@ -62,7 +63,9 @@ def overlap_bucket(gm: fx.GraphModule, context: Context) -> PassReport:
         lambda: cost_of(gm, hardware, context.options.codegen == "inductor"),
         saved_activation if context.side == "backward" else None,
     )
-    members = set(starts)
+    alone = [n for n in starts if n.target in _COALESCED and writes_again_at_each_wait(group_of(n), kind(n))]
+    report.skipped += [skip(kind(n), n, "gloo writes the results of joined ones again at each wait") for n in alone]
+    members = set(starts).difference(alone)
     candidates = [
         _candidate(i, n, hardware) for i, n in enumerate(work.nodes) if n in members and n.target in _COALESCED
     ]
@@ -90,12 +93,12 @@ def overlap_bucket(gm: fx.GraphModule, context: Context) -> PassReport:
     alike = Counter(c.key for c in candidates)
     for c in candidates:
         if c.task not in inside:
-            alone = (
+            why = (
                 "no other collective of its kind, group and type is independent of it"
                 if alike[c.key] == 1
                 else "the model finds no shorter step with it in a bucket"
             )
-            report.skipped.append(skip(c.key[0], work.nodes[c.task], alone))
+            report.skipped.append(skip(c.key[0], work.nodes[c.task], why))
     return report
 
 

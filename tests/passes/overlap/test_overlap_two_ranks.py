@@ -101,6 +101,40 @@ def agrees(codegen, inputs, expected, group):
         assert torch.equal(a, b) if codegen == "eager" else torch.allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
+def scattered(x, group):
+    """Three results of scatters; the first is used, and its memory free, before the next is waited for."""
+    import torch.distributed._functional_collectives as functional
+
+    y = x
+    for _ in range(3):
+        parts = [functional.reduce_scatter_tensor(t, "sum", 0, group) for t in (y.sin(), y.cos(), y.exp())]
+        y = torch.cat([functional.wait_tensor(p).tanh() for p in parts])[: len(x)]
+    return y
+
+
+def scatters(rank, group):
+    """gloo writes all results of a joined scatter at each wait, so that its scatters are not joined."""
+    import torch.distributed as dist
+
+    from mindspeed_fx.planning.explain import Report
+    from mindspeed_fx.report import recorder
+
+    c10d, name = torch.ops._c10d_functional, dist.group.WORLD.group_name
+    first, second = c10d.reduce_scatter_tensor_coalesced([torch.ones(2), torch.ones(4)], "sum", 2, name)
+    c10d.wait_tensor(first).zero_()
+    c10d.wait_tensor(second)
+    assert first.item() == 2.0, "torch no longer writes again: joined scatters may be allowed"
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
+    torch._dynamo.reset()
+    options = {"codegen": "eager", "hardware": "h100", "overlap_memory": "1MiB"}
+    with recorder.collecting() as records:
+        step = torch.compile(lambda x: scattered(x, group), backend="mindspeed", options=options, fullgraph=True)
+        assert torch.equal(step(x), scattered(x, group))
+    report = Report(list(records), [])
+    assert not report.sites("overlap.bucket")
+    assert any("again at each wait" in s.reason for s in report.skipped("overlap.bucket")), str(report)
+
+
 def worker(rank, store):
     torch.set_num_threads(1)
     import torch.distributed as dist
@@ -120,6 +154,7 @@ def worker(rank, store):
     assert "order of collectives" in str(report)
 
     training(rank, ("eager",), ("mlp",))
+    scatters(rank, group)
 
     def swapped(x, first):
         import torch.distributed._functional_collectives as functional
