@@ -207,12 +207,12 @@ def _matches(name: str, wanted: tuple[str, ...], option: str) -> bool:
     for pattern in wanted:
         if not fnmatch.filter(names, pattern):
             raise OptionError(
-                f'option "{option}" names no pass: "{pattern}"{nearest(pattern, names)}; valid: {_by_family(names)}'
+                f'option "{option}" names no pass: "{pattern}"{nearest(pattern, names)}; valid: {by_family(names)}'
             )
     return any(fnmatch.fnmatch(name, pattern) for pattern in wanted)
 
 
-def _by_family(names: Sequence[str]) -> str:
+def by_family(names: Sequence[str]) -> str:
     """``fusion.{rope, swiglu}, lowering.{onednn}``: sixty names would say their families sixty times."""
     families: dict[str, list[str]] = {}
     for name in names:

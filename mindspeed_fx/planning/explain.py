@@ -15,6 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from mindspeed_fx import arguments
+from mindspeed_fx.passes.runner import by_family
 from mindspeed_fx.report import recorder, summary, terminal
 from mindspeed_fx.report.gains import Gain, gains
 from mindspeed_fx.report.measured import Measured
@@ -149,7 +150,7 @@ class Report:
 
         ran = {run.report.name for g in self.graphs for run in g.runs}
         if name not in ran:
-            raise KeyError(f'no pass "{name}" ran{nearest(name, ran)}; ran: {", ".join(sorted(ran))}')
+            raise KeyError(f'no pass "{name}" ran{nearest(name, ran)}; ran: {by_family(sorted(ran))}')
         return [run for g in self.graphs for run in g.runs if run.report.name == name]
 
 

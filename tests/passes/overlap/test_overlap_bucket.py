@@ -64,12 +64,22 @@ def test_independent_reductions_are_one(eight_ranks):
         assert torch.equal(a, b)
 
 
-def test_gathers_and_scatters(eight_ranks):
+def test_gathers_and_scatters(eight_ranks, monkeypatch):
+    monkeypatch.setattr("mindspeed_fx.passes.overlap.bucket.writes_again_at_each_wait", lambda group, kind: False)
     report = mindspeed_fx.explain(shards, *inputs(), options=EAGER)
     assert sorted(s.operator.split(",")[0] for s in report.sites("overlap.bucket")) == [
         "all_gather_into_tensor_coalesced of 3",
         "reduce_scatter_tensor_coalesced of 2",
     ]
+
+
+def test_scatters_of_gloo_are_left_with_the_reason(eight_ranks):
+    report = mindspeed_fx.explain(shards, *inputs(), options=EAGER)
+    assert [s.operator.split(",")[0] for s in report.sites("overlap.bucket")] == [
+        "all_gather_into_tensor_coalesced of 3"
+    ]
+    why = [s.reason for s in report.skipped("overlap.bucket") if "reduce_scatter" in s.operator]
+    assert len(why) >= 2 and all("again at each wait" in w for w in why)
 
 
 @pytest.mark.slow
