@@ -46,10 +46,10 @@ def compare(kind: str, dtype: torch.dtype, rounds: int) -> None:
     config = AutoConfig.for_model(kind, vocab_size=VOCAB, pad_token_id=0, decoder_start_token_id=0, **sizes)
     model = make.from_config(config).to(dtype).train()
     ids = torch.randint(2, VOCAB, TOKENS)
+    inputs = dict(input_ids=ids, labels=ids) | ({} if kind == "bert" else dict(use_cache=False))
     steps = {}
     for name, how in VARIANTS.items():
         torch._dynamo.reset()
-        inputs = dict(input_ids=ids, labels=ids, use_cache=False) if kind != "bert" else dict(input_ids=ids, labels=ids)
         steps[name] = common.training_step(model, torch.compile(model, **how), inputs, lambda out: out.loss)
         steps[name]()
     common.race(f"{kind}, {TOKENS[0]} x {TOKENS[1]} tokens, {dtype}", model, steps, rounds, clock="processor")

@@ -68,9 +68,8 @@ def _read_as_it_is(arg: fx.Node) -> str:
 
 
 def _write(gm: fx.GraphModule, mask: fx.Node) -> None:
-    output = gm.graph.output_node()
     byte = _call(gm, mask, CONVERT, _call(gm, mask, CONVERT, mask, torch.float32), torch.uint8)
-    output.args = (fx.map_arg(output.args[0], lambda n: byte if n is mask else n), *output.args[1:])
+    gm.graph.output_node().replace_input_with(mask, byte)
 
 
 def _read(gm: fx.GraphModule, arg: fx.Node) -> None:

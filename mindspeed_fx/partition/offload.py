@@ -85,7 +85,7 @@ def _out(gm: fx.GraphModule, saved: fx.Node, free: str | None) -> fx.Node:
         host = _call(gm, torch.ops.mindspeed.offload.default, (saved,), f"{saved.name}_to_host")
     with gm.graph.inserting_before(until):
         done = _call(gm, torch.ops.mindspeed.wait_copy.default, (host, saved), f"{saved.name}_on_host")
-    output.args = (fx.map_arg(output.args[0], lambda n: done if n is saved else n), *output.args[1:])
+    output.replace_input_with(saved, done)
     return done
 
 

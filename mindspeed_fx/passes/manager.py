@@ -90,7 +90,7 @@ PASSES = (
     Entry("recompute.budget",                    "partition",   0, EXACT, "a memory budget, if one is given"),
     Entry("recompute.pointwise",                 "partition",   2, EXACT, "on cpu, without a budget or a policy"),
     Entry("recompute.policy",                    "partition",   0, EXACT, "a named policy, if one is given"),
-    Entry("lowering.saved_masks",               "partition",   1, EXACT, "of what those above save, masks as bytes"),
+    Entry("lowering.saved_masks",                "partition",   1, EXACT, "of what those above save, masks as bytes"),
     Entry("lowering.bool_collectives",           "partitioned", 0, EXACT, "collectives change type before scheduling"),
     Entry("lowering.main_grad",                  "partitioned", 0, EXACT, "in-place gradients, before scheduling"),
     Entry("lowering.onednn",                     "partitioned", 1, CLOSE, "weight gradients, while products are whole"),

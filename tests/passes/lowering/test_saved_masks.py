@@ -89,7 +89,7 @@ class Returned(Masked):
         return torch.where(keep, torch.cos(x.sum(-1, keepdim=True)), 0.0).sum(), keep
 
 
-def test_a_mask_that_the_caller_gets_stays(saved):
+def test_a_mask_that_the_caller_gets_stays():
     torch.manual_seed(0)
     model, x = Returned(torch.float32), torch.randn(7, 12, requires_grad=True)
     with torch._inductor.config.patch(force_disable_caches=True):
@@ -116,7 +116,7 @@ def test_a_mask_that_a_call_of_the_backward_reads_stays():
     assert arg.meta["val"].dtype == torch.bool
 
 
-def test_dropout_trains_as_before(saved):
+def test_dropout_trains_as_before():
     """The masks of two calls differ, and each gradient is that of its own mask."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 8))
