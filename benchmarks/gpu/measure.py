@@ -18,6 +18,8 @@ from .problem import LATE, Function, Late, Problem, size
 OURS = "mindspeed"
 OWN = "own kernels"
 """Ours where Inductor generates nothing (codegen="eager"): every fused operator is a launch of its own."""
+LISTED = 40
+"""Kernels of a call that --out names."""
 PROFILED = 3
 """Calls whose kernels are timed by the profiler."""
 KERNELS = {**rows.PROBLEMS, **sequences.PROBLEMS, **products.PROBLEMS}
@@ -106,9 +108,9 @@ class Kernel:
         self._move("cpu")
         return result
 
-    def times(self, rounds: int) -> dict[str, dict[str, float]]:
-        """Rival -> median milliseconds of the forward and of the backward, those that the device computes ("busy"), and
-        MiB at the peak of both.
+    def times(self, rounds: int) -> dict[str, dict[str, Any]]:
+        """Rival -> median milliseconds of the forward and of the backward, those that the device computes ("busy"), the
+        kernels that take most, and MiB at the peak of both.
         """
         self._move(self.device)
         meter = Meter(self.device, self.elements)
@@ -123,12 +125,14 @@ class Kernel:
                 with Peak(meter.cuda) as peak:
                     seconds[rival].append(run.run(meter)[:2])
                 peaks[rival] = peak.mib
-        busy = seconds
+        busy, kernels = seconds, {}
         if meter.cuda:
             busy = {rival: [run.run(device_time)[:2] for _ in range(PROFILED)] for rival, run in ready.items()}
+            kernels = {rival: _kernels(run) for rival, run in ready.items()}
         self._move("cpu")
         return {
             rival: {"MiB": peaks[rival], **_medians(both, ""), **_medians(busy[rival], " busy")}
+            | kernels.get(rival, {})
             for rival, both in seconds.items()
         }
 
@@ -145,10 +149,34 @@ def _medians(seconds: list[tuple[float, float]], what: str) -> dict[str, float]:
 
 def device_time(call: Callable[[], Any]) -> tuple[float, Any]:
     """Seconds that the device computes in a call, and its result."""
+    kernels, result = kernel_times(call)
+    return sum(time for time, _ in kernels.values()) / 1e3, result
+
+
+def kernel_times(call: Callable[[], Any]) -> tuple[dict[str, tuple[float, int]], Any]:
+    """Kernel -> its milliseconds and launches in a call, those that take most first; and the call's result."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         result = call()
         torch.cuda.synchronize()
-    return sum(row.self_device_time_total for row in profile.key_averages()) / 1e6, result
+    kernels = {row.key: (row.self_device_time_total / 1e3, row.count) for row in profile.key_averages()}
+    return dict(sorted(kernels.items(), key=lambda item: -item[1][0])), result
+
+
+def most(kernels: dict[str, tuple[float, int]]) -> dict[str, tuple[float, int]]:
+    """The :data:`LISTED` first of ``kernels``, their names shortened."""
+    return {name[:120]: kernels[name] for name in list(kernels)[:LISTED]}
+
+
+def _kernels(rival: Rival) -> dict[str, dict[str, tuple[float, int]]]:
+    both: list[dict[str, tuple[float, int]]] = []
+
+    def meter(call: Callable[[], Any]) -> tuple[float, Any]:
+        kernels, result = kernel_times(call)
+        both.append(most(kernels))
+        return 0.0, result
+
+    rival.run(meter)
+    return dict(zip(("forward kernels", "backward kernels"), both, strict=True))
 
 
 def _untimed(call: Callable[[], Any]) -> tuple[float, Any]:

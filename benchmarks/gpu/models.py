@@ -11,12 +11,10 @@ import torch
 from benchmarks import common
 from mindspeed_fx.backend import mindspeed
 
-from .measure import Peak, told
+from .measure import Peak, kernel_times, most, told
 from .problem import LATE, Late
 
 HIDDEN, LAYERS, VOCAB = 2048, 4, 32000
-LISTED = 40
-"""Kernels of a step whose times are kept."""
 DENSE = dict(
     hidden_size=HIDDEN,
     intermediate_size=5632,
@@ -189,17 +187,12 @@ class WholeModel:
         }
 
     def _busy(self, rival: str) -> dict[str, Any]:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            self.steps[rival]()
-            torch.cuda.synchronize()
+        kernels, _ = kernel_times(self.steps[rival])
         self._forget()
-        kernels = {row.key: (row.self_device_time_total / 1e3, row.count) for row in profile.key_averages()}
-        most = sorted(kernels, key=lambda name: -kernels[name][0])[:LISTED]
-        launches = sum(count for _, count in kernels.values())
         return {
             "busy": sum(time for time, _ in kernels.values()),
-            "launches": launches,
-            "kernels": {n[:120]: kernels[n] for n in most},
+            "launches": sum(count for _, count in kernels.values()),
+            "kernels": most(kernels),
         }
 
     def _gradients(self) -> torch.Tensor:

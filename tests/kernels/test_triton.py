@@ -50,7 +50,12 @@ JITTED = jitted_functions()
 KERNELS = set(JITTED) - set().union(*JITTED.values())
 """What is launched: no other kernel calls it."""
 
-SPILLED = {"delta_rule_key_gradients": 72, "selective_scan_gradients": 16}
+SPILLED = {
+    "delta_rule_key_gradients": 72,
+    "selective_scan_gradients": 16,
+    "rms_norm_backward 16384-bfloat16 sm_80": 56,  # once for a row of 32 KiB, read once: 0.84 of the time of two walks
+    "rms_norm_backward 16384-bfloat16 sm_90": 72,
+}
 """Bytes per thread where it is more than 8 (ptxas holds one backward to 80 registers, for occupancy, and leaves two
 values on the stack): of the first after its loop."""
 
@@ -168,7 +173,7 @@ def test_compiled_for_real_devices(kernel, mode, devices):
     assert {k.split()[-1] for k in found} == devices
     for name, made in found.items():
         assert made["cubin"] > 0, name
-        assert made["stack"] <= SPILLED.get(kernel, 8), f"{name} spills registers"
+        assert made["stack"] <= SPILLED.get(name, SPILLED.get(kernel, 8)), f"{name} spills registers"
         assert made["registers"] * 32 * made["warps"] <= 65536, f"{name} does not fit a multiprocessor"
         assert made["shared"] <= SHARED, f"{name} takes more shared memory than some devices have"
         assert made["wide_loads"] > 0, f"{name} reads no 16 bytes at once"

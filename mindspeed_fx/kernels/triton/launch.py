@@ -22,9 +22,17 @@ def power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def warps(elements: int) -> int:
-    """Warps for a tile of ``elements``, :data:`THREAD` per thread."""
-    return min(32, max(1, power_of_two(elements // (32 * THREAD))))
+def warps(elements: int, thread: int = THREAD) -> int:
+    """Warps for a tile of ``elements``, ``thread`` per thread."""
+    return min(32, max(1, power_of_two(elements // (32 * thread))))
+
+
+def stages(x: Tensor, loaded: int) -> int:
+    """Turns of a loop that are under way at a time, each loading ``loaded`` bytes: up to three, as far as three
+    quarters of the shared memory hold what is waiting, all turns but one; sums over the rows need the rest. Measured:
+    benchmarks/results/2026-11-27-gpu_launches.txt.
+    """
+    return 2 if x.device.type == "npu" else min(3, 1 + _shared_memory(x.device) * 3 // 4 // loaded)
 
 
 def programs(x: Tensor, work: int, num_warps: int, resident: int) -> int:
@@ -40,6 +48,14 @@ def programs(x: Tensor, work: int, num_warps: int, resident: int) -> int:
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have; of what is no CUDA device, the least of any since sm_80."""
+    if device.type != "cuda":
+        return 99 * 1024
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def launch(kernel: Any, grid: int, *args: Any, num_warps: int, **constants: Any) -> None:

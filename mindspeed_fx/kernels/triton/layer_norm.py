@@ -15,10 +15,16 @@ from torch import Tensor
 
 from mindspeed_fx.kernels.triton.launch import as_rows, launch, programs
 from mindspeed_fx.kernels.triton.layer_norm_parameter_gradients import parameter_gradients
-from mindspeed_fx.kernels.triton.rms_norm import SPLIT, whole_rows
+from mindspeed_fx.kernels.triton.rms_norm import SPLIT, rows_of_sums, whole_rows
 
-FORWARD_WHOLE, BACKWARD_WHOLE = 2**15, 4096
-"""Bytes and elements of the widest row kept in registers: the backward holds two rows of sums beside it."""
+FORWARD_WHOLE, BACKWARD_WHOLE = 2**15, 2**14
+"""Bytes of the widest row kept in registers: the backward holds two rows of sums beside it."""
+
+STAGED = 4096
+"""Elements of the widest row whose backward waits for the next ones beside it."""
+
+FORWARD_TILE, FORWARD_THREAD = 8192, 64
+"""Elements that a tile of the forward aims at, and those of a thread: few warps wait for each other at its two sums."""
 
 
 @triton.jit
@@ -152,6 +158,7 @@ def layer_norm_backward(
     WEIGHT: tl.constexpr,
     NEED_WEIGHT: tl.constexpr,
     NEED_BIAS: tl.constexpr,
+    STAGES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -159,7 +166,7 @@ def layer_norm_backward(
     cols = tl.arange(0, BLOCK)[None, :]
     dw = tl.zeros([ROWS, BLOCK], tl.float32)
     db = tl.zeros([ROWS, BLOCK], tl.float32)
-    for first in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
+    for first in tl.range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS, num_stages=STAGES):
         base = tl.cast(first, tl.int64)
         in_rows = lines < count - first
         mask = in_rows[:, None] & (cols < N)
@@ -265,10 +272,10 @@ def normalize(
     if n * x.element_size() > FORWARD_WHOLE:
         launch(layer_norm_forward_wide, programs(x, count, 32, 32), *args, num_warps=32, **constants, BLOCK=SPLIT // 2)
     else:
-        tile, num_warps = whole_rows(n)
+        tile, num_warps = whole_rows(n, FORWARD_TILE, FORWARD_THREAD)
         launch(
             layer_norm_forward,
-            programs(x, -(-count // tile["ROWS"]), num_warps, 64),
+            programs(x, -(-count // tile["ROWS"]), num_warps, 32),
             *args,
             num_warps=num_warps,
             **constants,
@@ -316,8 +323,8 @@ def gradients(
         "WEIGHT": weight is not None,
     }
     needs = {"NEED_WEIGHT": need_weight, "NEED_BIAS": need_bias}
-    if n <= BACKWARD_WHOLE:
-        tile, num_warps = whole_rows(n)
+    if n * x.element_size() <= BACKWARD_WHOLE:
+        tile, num_warps = rows_of_sums(lines, 2 + (plus is not None), STAGED)
         # Every program leaves partial sums: as few programs as keep the registers full.
         grid = programs(x, -(-count // tile["ROWS"]), num_warps, 16)
         dw, db = (x.new_empty((grid if need else 0, n), dtype=torch.float32) for need in (need_weight, need_bias))

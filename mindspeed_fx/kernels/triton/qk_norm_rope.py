@@ -16,8 +16,13 @@ from mindspeed_fx.kernels.qk_norm_rope import result_dtype
 from mindspeed_fx.kernels.triton.launch import launch, power_of_two, programs, warps
 from mindspeed_fx.kernels.triton.rope import element_place, leading, load_pairs, store_pairs
 
-FORWARD_TILE, BACKWARD_TILE = 4096, 2048
-"""Elements that a tile aims at: the backward holds two tensors and the sums of the weight's gradient."""
+TILE = 4096
+"""Elements that a tile aims at."""
+
+FORWARD_THREAD, BACKWARD_THREAD, BACKWARD_INTERLEAVED_THREAD = 128, 32, 16
+"""Elements of a thread: many, so that it reads the angles for several heads; the backward holds two tensors and the
+sums of the weight's gradient, and moves neighbours apart. Measured: benchmarks/results/2026-11-27-gpu_launches.txt.
+"""
 
 
 @triton.jit
@@ -63,7 +68,7 @@ def qk_norm_rope_forward(
     one = tl.arange(0, 1)[:, None]
     if WEIGHT:
         wa, wb = load_pairs(w_ptr + one, one < 1, TURNED, INTERLEAVED, 1, HALF)
-    for item in range(tl.program_id(0), outer * inner * tiles, tl.num_programs(0)):
+    for item in tl.range(tl.program_id(0), outer * inner * tiles, tl.num_programs(0), num_stages=2):
         o, i, h, lines, remaining = element_place(item, inner, heads, HEADS)
         in_rows = lines < remaining
         x = x_ptr + o * x0 + i * x1 + h * x2 + lines * x2
@@ -173,8 +178,8 @@ def forward(
     rstd = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
     (outer, inner, heads), strides = leading(x, y, cos, sin, rstd)
     constants = _constants(x, weight, cos, interleaved, strides[8] == strides[11] == 0)
-    tile, num_warps = _tile(heads, constants, FORWARD_TILE)
-    grid = programs(x, outer * inner * -(-heads // tile["HEADS"]), num_warps, 64)
+    tile, num_warps = _tile(heads, constants, FORWARD_THREAD)
+    grid = programs(x, outer * inner * -(-heads // tile["HEADS"]), num_warps, 32)
     w = x if weight is None else weight.contiguous()
     launch(
         qk_norm_rope_forward,
@@ -212,9 +217,9 @@ def backward(
     dx = torch.empty_like(x)
     (outer, inner, heads), strides = leading(grad, dx, x, cos, sin, rstd)
     constants = _constants(x, weight, cos, interleaved, strides[11] == strides[14] == 0)
-    tile, num_warps = _tile(heads, constants, BACKWARD_TILE)
+    tile, num_warps = _tile(heads, constants, BACKWARD_INTERLEAVED_THREAD if interleaved else BACKWARD_THREAD)
     # Every program leaves a partial sum of the weight's gradient: as few programs as keep the registers full.
-    grid = programs(x, outer * inner * -(-heads // tile["HEADS"]), num_warps, 32)
+    grid = programs(x, outer * inner * -(-heads // tile["HEADS"]), num_warps, 24)
     partial = x.new_empty((grid if need_weight else 0, x.shape[-1]), dtype=torch.float32)
     w = x if weight is None else weight.contiguous()
     args = (grad, x, w, rstd, cos, sin, dx, partial if need_weight else rstd, outer, inner, heads, *strides)
@@ -236,8 +241,8 @@ def _constants(x: Tensor, weight: Tensor | None, cos: Tensor, interleaved: bool,
     }
 
 
-def _tile(heads: int, constants: dict[str, int], most: int) -> tuple[dict[str, int], int]:
+def _tile(heads: int, constants: dict[str, int], thread: int) -> tuple[dict[str, int], int]:
     half, rest = power_of_two(constants["TURNED"] // 2), constants["DIM"] - constants["TURNED"]
     rest = power_of_two(rest) if rest else 0
-    block = min(power_of_two(heads), max(1, most // power_of_two(2 * half + rest)))
-    return {"HEADS": block, "HALF": half, "REST": rest}, warps(block * (2 * half + rest))
+    block = min(power_of_two(heads), max(1, TILE // power_of_two(2 * half + rest)))
+    return {"HEADS": block, "HALF": half, "REST": rest}, warps(block * (2 * half + rest), thread)

@@ -14,15 +14,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mindspeed_fx.kernels.triton.launch import as_rows, launch, power_of_two, programs, warps
+from mindspeed_fx.kernels.triton.launch import THREAD, as_rows, launch, power_of_two, programs, stages, warps
 
 TILE = 4096
 """Elements that a tile of narrow rows aims at."""
 
-FORWARD_WHOLE, BACKWARD_WHOLE = 2**16, 8192
-"""Bytes and elements of the widest row kept in registers: wider ones spill on sm_80 or sm_90
-(tests/kernels/test_triton.py).
-"""
+FORWARD_WHOLE, BACKWARD_WHOLE = 2**16, 2**15
+"""Bytes of the widest row kept in registers: wider ones spill on sm_80 or sm_90 (tests/kernels/test_triton.py)."""
+
+STAGED = 8192
+"""Elements of the widest row whose backward waits for the next ones beside it; wider rows take all registers."""
 
 SPLIT = 16384
 """Column block of wider rows: one program of 32 warps per multiprocessor, so that the rows in flight stay in the L2
@@ -140,6 +141,7 @@ def rms_norm_backward(
     WEIGHT: tl.constexpr,
     NEED_WEIGHT: tl.constexpr,
     CAST_FIRST: tl.constexpr,
+    STAGES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -147,7 +149,7 @@ def rms_norm_backward(
     cols = tl.arange(0, BLOCK)[None, :]
     dw = tl.zeros([ROWS, BLOCK], tl.float32)
     # The sums keep a multiprocessor to one or two programs: the loads of the next rows start early to fill the gap.
-    for first in tl.range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS, num_stages=2):
+    for first in tl.range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS, num_stages=STAGES):
         base = tl.cast(first, tl.int64)
         in_rows = lines < count - first
         mask = in_rows[:, None] & (cols < N)
@@ -324,9 +326,8 @@ def gradients(
         "PLUS": plus is not None,
         "WEIGHT": weight is not None,
     }
-    # Three rows of 32 bits on their way take more shared memory than some devices have.
-    if n * (2 if plus is not None and x.element_size() == 4 else 1) <= BACKWARD_WHOLE:
-        tile, num_warps = whole_rows(n)
+    if n * x.element_size() <= BACKWARD_WHOLE:
+        tile, num_warps = rows_of_sums(lines, 2 + (plus is not None), STAGED)
         # Every program leaves a partial sum of the weight's gradient: as few programs as keep the registers full.
         grid = programs(x, -(-count // tile["ROWS"]), num_warps, 16)
         partial = x.new_empty((grid if need_weight else 0, n), dtype=torch.float32)
@@ -387,8 +388,23 @@ def _weight_gradient(g: Tensor, x: Tensor, rstd: Tensor, cast_first: bool) -> Te
     return partial.sum(0)
 
 
-def whole_rows(n: int) -> tuple[dict[str, int], int]:
-    """Tile [ROWS, BLOCK] of whole rows, and its warps."""
+def whole_rows(n: int, tile: int = TILE, thread: int = THREAD) -> tuple[dict[str, int], int]:
+    """Tile [ROWS, BLOCK] of whole rows that aims at ``tile`` elements, and its warps, of ``thread`` elements each
+    thread.
+    """
     block = power_of_two(n)
-    lines = max(1, TILE // block)
-    return {"ROWS": lines, "BLOCK": block}, warps(lines * block)
+    lines = max(1, tile // block)
+    return {"ROWS": lines, "BLOCK": block}, warps(lines * block, thread)
+
+
+def rows_of_sums(x: Tensor, tensors: int, staged: int) -> tuple[dict[str, int], int]:
+    """Tile of whole rows of x [rows, width], its STAGES, and its warps, for a loop that loads a tile of each of
+    ``tensors`` like x and adds it up: the next ones start early where a row has at most ``staged`` elements.
+    """
+    n = x.shape[1]
+    if n > staged:
+        tile, num_warps = whole_rows(n, thread=2 * THREAD)
+        return {"STAGES": 1, **tile}, num_warps
+    tile, num_warps = whole_rows(n)
+    loaded = tensors * tile["ROWS"] * tile["BLOCK"] * x.element_size()
+    return {"STAGES": stages(x, loaded), **tile}, num_warps
