@@ -56,7 +56,8 @@ class Rival:
     def run(self, meter: Callable[[Callable], tuple[float, Any]]) -> tuple[float, float, list[torch.Tensor]]:
         """Seconds of both directions, and the results and gradients."""
         forward, out = meter(lambda: _results(self.forward(*self.leaves, *self.others)))
-        cotangents = [c.to(o.dtype) for c, o in zip(self.cotangents, out, strict=True)]
+        # Laid out as the results: a compiled function copies others, which is no part of the operator.
+        cotangents = [torch.empty_like(o).copy_(c) for c, o in zip(self.cotangents, out, strict=True)]
         backward, gradients = meter(lambda: torch.autograd.grad(out, self.leaves, cotangents))
         return forward, backward, [*(o.detach() for o in out), *gradients]
 

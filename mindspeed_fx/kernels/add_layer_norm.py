@@ -169,5 +169,5 @@ triton.kernel(
     lambda grad, grad_sum, s, weight, *rest: triton.refuse(
         s.shape[-1], grad=grad, grad_sum=grad_sum, s=s, weight=weight
     ),
-    beats_codegen=False,
+    beats_codegen=lambda grad, *rest: triton.small(grad),
 )

@@ -174,10 +174,11 @@ def _refuse(x, weight, cos, sin, **others):
 
 triton.kernel(
     qk_norm_rope, _fake, "qk_norm_rope.forward", "norm and rotation in one read of a head",
-    lambda x, weight, cos, sin, eps, cast_first, interleaved: _refuse(x, weight, cos, sin), beats_codegen=False,
+    lambda x, weight, cos, sin, eps, cast_first, interleaved: _refuse(x, weight, cos, sin),
+    beats_codegen=lambda x, *rest: triton.small(x),
 )  # fmt: skip
 triton.kernel(
     qk_norm_rope_backward, _fake_backward, "qk_norm_rope.backward", "both gradients in one read of a head",
     lambda grad, x, weight, rstd, cos, sin, interleaved, need_weight: _refuse(x, weight, cos, sin, grad=grad),
-    beats_codegen=False,
+    beats_codegen=lambda grad, *rest: triton.small(grad),
 )  # fmt: skip

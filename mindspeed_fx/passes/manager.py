@@ -43,6 +43,7 @@ class Entry(NamedTuple):
 # fmt: off
 PASSES = (
     Entry("canonicalize.expert_loop",            "captured",    0, CLOSE, "first: no other reads rows that are data"),
+    Entry("canonicalize.forward_substitution",   "captured",    1, CLOSE, "systems whole, for gated_delta_rule"),
     Entry("fusion.gated_delta_rule",             "captured",    1, CLOSE, "chunks whole, before norms are read"),
     Entry("fusion.ssd",                          "captured",    1, CLOSE, "chunks whole, before norms are read"),
     Entry("fusion.selective_scan",               "captured",    1, CLOSE, "states whole, before others read products"),

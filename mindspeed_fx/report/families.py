@@ -54,6 +54,7 @@ SUPPORTING = (
     "canonicalize.batched_arithmetic",
     "canonicalize.expert_loop",
     "canonicalize.filled_buffers",
+    "canonicalize.forward_substitution",
     "canonicalize.gelu",
     "canonicalize.silu",
     "canonicalize.softmax",

@@ -36,7 +36,7 @@ def kernel(
     launcher: str,
     what: str,
     supports: Callable[..., str | None],
-    beats_codegen: bool = True,
+    beats_codegen: bool | Callable[..., str | None] = True,
 ) -> None:
     """Give ``of`` a Triton kernel on "cuda"; :func:`on_npu` gives it to "npu" too.
 
@@ -47,7 +47,8 @@ def kernel(
         what: the kernel in a few words, for reports.
         supports: reason why these fake arguments are not for this kernel, or None. That triton is there is checked
             here.
-        beats_codegen: whether to take it where Inductor could generate code that fuses with its neighbours.
+        beats_codegen: whether to take it where Inductor could generate code that fuses with its neighbours, or the
+            reason why not for these fake arguments, or None.
     """
     name = of.overload._schema.name
     schema = str(of.overload._schema).replace(name, f"{name}_triton", 1).removeprefix("mindspeed::")
@@ -60,10 +61,17 @@ def kernel(
     result = operator(schema, fake, opaque=True)(run)
     result.shard(lambda *args: of.sharding(*args))
     result.costs(lambda *args, **kwargs: of.cost(*args, **kwargs))
+
+    def refused(*args: Any, **kwargs: Any) -> str | None:
+        return missing() or supports(*args, **kwargs)
+
+    if callable(why := beats_codegen):
+        beats_codegen = False
+        of.lower("cuda")(f"triton, {what}", lambda *args, **kwargs: refused(*args, **kwargs) or why(*args, **kwargs))(
+            result.overload
+        )
+    of.lower("cuda")(f"triton, {what}", refused, beats_codegen)(result.overload)
     KERNELS[of.name] = what, supports, beats_codegen, result
-    of.lower("cuda")(f"triton, {what}", lambda *args, **kwargs: missing() or supports(*args, **kwargs), beats_codegen)(
-        result.overload
-    )
 
 
 KERNELS: dict[str, tuple] = {}
@@ -130,6 +138,22 @@ PARTS = {"linear_cross_entropy_chunk": "linear_cross_entropy.chunk", "adamw": "a
 """Launchers that are no operator's, or that one calls on its way, by the name that
 :func:`mindspeed_fx.ascend.kernels.call` gives them.
 """
+
+
+LARGE = 2**25
+"""Elements from which on a kernel faster than generated code takes longer than its launch, 0.1 ms of the host."""
+
+
+def small(x: Tensor) -> str | None:
+    """Why a kernel that is faster than generated code would be no gain, or None.
+
+    On an H200 (benchmarks/results/2026-11-27-gpu.txt) the gradients of norms took 0.8 to 0.9 of the time of generated
+    code at 64 million elements; at 8 million the launches of 25 kernels added 2.8 ms to a step of 13 ms.
+    """
+    return None if statically_known_true(x.numel() >= LARGE) else f"fewer than {LARGE} elements, or an unknown number"
+
+
+APART = "generated code writes two gradients as fast"
 
 
 def refuse(width: Any, **tensors: Tensor | None) -> str | None:

@@ -22,8 +22,18 @@ SETTINGS = dict(
     mask="upper",
     system="same",
     step="same",
+    rows=False,
     final=False,
 )
+
+
+def by_rows(system):
+    """The inverse of the unit lower triangle, as transformers builds it where it may not call a solver."""
+    inverse = -system.tril(-1)
+    for i in range(1, system.shape[-1]):
+        row, block = inverse[..., i, :i].clone(), inverse[..., :i, :i].clone()
+        inverse[..., i, :i] = row + (row.unsqueeze(-1) * block).sum(-2)
+    return inverse + torch.eye(system.shape[-1], dtype=system.dtype)
 
 
 def chunked(q, k, v, g, beta, state=None, **given):
@@ -51,9 +61,13 @@ def chunked(q, k, v, g, beta, state=None, **given):
         system, decayed = (k * column) @ k.transpose(-1, -2) * pairs, k * column * gates.exp().unsqueeze(-1)
     else:
         system, decayed = pairs * column * (k @ k.mT), k * (beta * gates.exp()).unsqueeze(-1)
-    u = torch.linalg.solve_triangular(system, v * column, upper=False, unitriangular=True)
-    other = system * 2 if o["system"] == "other" else system
-    w = torch.linalg.solve_triangular(other, decayed, upper=False, unitriangular=True)
+    if o["rows"]:
+        inverse = by_rows(system)
+        u, w = inverse @ (v * column), inverse @ decayed
+    else:
+        u = torch.linalg.solve_triangular(system, v * column, upper=False, unitriangular=True)
+        other = system * 2 if o["system"] == "other" else system
+        w = torch.linalg.solve_triangular(other, decayed, upper=False, unitriangular=True)
     s = torch.zeros(*k.shape[:2], k.shape[-1], v.shape[-1], dtype=v.dtype) if state is None else state
     scores, out = q @ k.transpose(-1, -2) * pairs, torch.zeros_like(u)
     q, k = q * gates.exp().unsqueeze(-1), k * (gates[..., -1:] - gates).exp().unsqueeze(-1)
@@ -89,6 +103,7 @@ def start():
         pytest.param({"final": True}, 12, marks=pytest.mark.slow),
         ({"final": True, "start": True}, 10),
         ({"chunk": 16}, 10),
+        ({"rows": True, "final": True, "start": True}, 10),
     ],
 )
 def test_spellings(given, seq):

@@ -81,17 +81,19 @@ def read(solution: fx.Node) -> GatedDeltaRule | None:
     Raises:
         Miss: a line of states starts here, and is not the gated delta rule's.
     """
-    started = _start(solution, 0)
-    if started is None:
+    copies = (n for n in solution.users if match.is_call(n, aten.contiguous.default))
+    u = next((n for n in (solution, *copies) if _start(n, 0) is not None), None)
+    if u is None:
         return None
+    started = _start(u, 0)
     chunks = match.value(solution).shape[2]
     if not isinstance(chunks, int):
         raise Miss("the number of chunks is symbolic")
     w = chunk_of(started.args[1].args[0])[0]
-    if not (is_unit_triangular(w) and w.args[0] is solution.args[0]):
+    other = w.args[0] if match.is_call(w, aten.contiguous.default) else w
+    if not (is_unit_triangular(other) and other.args[0] is solution.args[0]):
         raise Miss(f"{w.name}, which reads the state, is not solved from the system of {solution.name}")
-    line = _read_line(solution, w, chunks)
-    return _arguments(solution, w, line)
+    return _arguments(solution, other, _read_line(u, w, chunks))
 
 
 def _start(u: fx.Node, i: int) -> fx.Node | None:

@@ -1,0 +1,226 @@
+"""An inverse built row by row becomes solutions of its triangular system.
+
+``for i in range(1, n): a[..., i, :i] += (a[..., i, :i, None] * a[..., :i, :i]).sum(-2)``, then ``a + eye``, is the
+inverse of the unit lower triangular I - a: forward substitution, in n - 1 rounds that wait for each other, as linear
+attention with delta rules has it where a solver may not be called (transformers under ``torch.export``, and in its
+releases before 5; flash-linear-attention's references). Every product with the inverse becomes one call of
+``linalg.solve_triangular``, which ``fusion.gated_delta_rule`` reads.
+
+Safe because rows are written in order, nobody else reads or writes them on the way, and all that is not below the
+diagonal is zero, so that a row read to its end is a row read to its diagonal.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Iterator
+
+import torch
+import torch.fx as fx
+
+from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph.match import aten
+from mindspeed_fx.passes.base import Context, Miss, Outcome, PassReport, calls, register, rewrite_each, site
+from mindspeed_fx.passes.fusion.analysis.bands import Band
+from mindspeed_fx.passes.fusion.analysis.positions import meaning
+
+NAME, OPERATOR = "canonicalize.forward_substitution", "aten.linalg_solve_triangular"
+
+FEWEST = 3
+"""Rows that are a substitution: fewer may be anything."""
+
+
+@register(NAME)
+def forward_substitution(gm: fx.GraphModule, context: Context) -> PassReport:
+    """Products with an inverse that was built row by row become solutions of its system."""
+    report = PassReport(NAME)
+    place = {n: i for i, n in enumerate(gm.graph.nodes)}
+    sums = (n for n in calls(gm, *match.ADD) if n in place)
+    rewrite_each(report, OPERATOR, sums, lambda node: _rewrite(gm, node, place))
+    rewrite.finish(gm)
+    return report
+
+
+def _rewrite(gm: fx.GraphModule, node: fx.Node, place: dict[fx.Node, int]) -> Outcome:
+    rows = next((a for a, b in match.operands(node, *match.ADD) if _is_eye(b) and match.is_float(a)), None)
+    if rows is None or not rows.meta.get("mutated") or match.value(rows).shape[-1] <= FEWEST:
+        return None
+    if match.value(rows).dtype not in (torch.float32, torch.float64):
+        return f"torch solves no triangular system in {match.value(rows).dtype}".replace("torch.", "")
+    system, negated = _strictly_lower(rows)
+    region = _substitution(rows, node, place)
+    if system.meta.get("mutated"):
+        return f"{system.name} is changed in place"
+    if len({n.meta["grad_enabled"] for n in (*region, node)}) > 1:
+        return "part of the rows is computed with gradients off (torch.no_grad)"
+    outcome = site(OPERATOR, node, [*region, node])
+    if not negated:
+        system = rewrite.insert(gm, node, aten.neg.default, (system,))
+    for user in list(node.users):
+        if match.is_call(user, aten.matmul.default) and user.args[0] is node:
+            right = user.args[1]
+            if match.value(right).shape[:-2] == match.value(system).shape[:-2]:
+                _solve(gm, user, system, right)
+    if node.users:
+        eye = next(b for a, b in match.operands(node, *match.ADD) if a is rows)
+        _solve(gm, node, system, rewrite.insert(gm, node, aten.expand_copy.default, (eye, match.value(rows).shape)))
+    for n in sorted(region, key=place.__getitem__, reverse=True):
+        if not n.users:
+            gm.graph.erase_node(n)
+    return outcome
+
+
+def _solve(gm: fx.GraphModule, old: fx.Node, system: fx.Node, right: fx.Node) -> None:
+    new = rewrite.insert(
+        gm, old, aten.linalg_solve_triangular.default, (system, right), {"upper": False, "unitriangular": True}
+    )
+    if reason := rewrite.substitute(gm, old, new):
+        raise Miss(reason)
+    if not old.users:
+        gm.graph.erase_node(old)
+
+
+def _is_eye(n: Any) -> bool:
+    while match.is_call(n, aten.to.dtype, aten.expand.default, aten.unsqueeze.default) and not n.meta.get("mutated"):
+        n = n.args[0]
+    if not match.is_call(n, aten.eye.default, aten.eye.m) or n.meta.get("mutated"):
+        return False
+    return match.value(n).shape[0] == match.value(n).shape[1]
+
+
+def _strictly_lower(rows: fx.Node) -> tuple[fx.Node, bool]:
+    """(a, whether its sign was changed) when ``rows`` are at first what of a lies below the diagonal, and zeros.
+
+    Raises:
+        Miss: nothing says that the rest is zero.
+    """
+    a, negated, below = rows, False, False
+    while True:
+        if match.is_call(a, aten.neg.default):
+            negated = not negated
+        elif match.is_call(a, aten.tril.default) and match.argument(a, "diagonal", 0) == -1:
+            below = True
+        elif match.is_call(a, aten.masked_fill.Scalar) and a.args[2] == 0 and _hides_the_rest(a.args[1]):
+            below = True
+        else:
+            break
+        a = a.args[0]
+    if not below:
+        raise Miss(f"nothing says that {rows.name} is zero on and above its diagonal")
+    return a, negated
+
+
+def _hides_the_rest(mask: fx.Node) -> bool:
+    """Whether ``mask`` is True on and above the diagonal, and only there."""
+    band = meaning(mask)
+    if not isinstance(band, Band) or band.documents is not None:
+        return False
+    above = (band.low, band.high) == (0, float("inf")) and band.inside and not band.outside
+    return above or ((band.low, band.high) == (float("-inf"), -1) and band.outside and not band.inside)
+
+
+def _substitution(rows: fx.Node, last: fx.Node, place: dict[fx.Node, int]) -> list[fx.Node]:
+    """Everything between ``rows`` and their sum with the identity, if it is the substitution.
+
+    Raises:
+        Miss: a row is missing, out of order, or computed otherwise; or somebody else reads the rows.
+    """
+    n, region = match.value(rows).shape[-1], [rows]
+    uses = iter(sorted((u for u in rows.users if u is not last), key=place.__getitem__))
+    after = -1
+    for i in range(1, n):
+        row, block, target = (_view(next(uses, None), rows) for _ in range(3))
+        copied = _is_round(i, n, row, block, target)
+        if copied is None:
+            raise Miss(f"row {i} of {rows.name} is not what forward substitution makes of it")
+        order = [place[x] for x in (row[0][0], block[0][0], copied[-1])]
+        if min(order[:2]) < after or order[-1] != max(order):
+            raise Miss(f"row {i} of {rows.name} is read or written out of order")
+        after = order[-1]
+        region += [*row[0], *block[0], *target[0], *copied]
+    if (other := next(uses, None)) is not None or place[last] < after:
+        raise Miss(f"{(other or last).name} reads {rows.name}, too")
+    return list(dict.fromkeys(region))
+
+
+View = tuple[list[fx.Node], tuple[int, int] | int, tuple[int, int]]
+"""The calls of a view, its rows (a number where one was selected) and its columns."""
+
+
+def _view(n: fx.Node | None, rows: fx.Node) -> View | None:
+    """What ``n``, a use of ``rows``, and the views of it see."""
+    dims, size = match.rank(rows), match.value(rows).shape[-1]
+    seen: list[Any] = [(0, size), (0, size)]
+    chain: list[fx.Node] = []
+    source = rows
+    while n is not None:
+        if match.is_call(n, aten.select.int) and n.args[1] % match.rank(source) == dims - 2 and not chain:
+            seen[0] = n.args[2] % size
+        elif (piece := match.part(n)) is not None and piece.step == 1:
+            # Counted from the last dimension, the columns, whatever was selected.
+            side = piece.dim - match.value(source).dim()
+            if side == -1:
+                seen[1] = piece.start, piece.stop
+            elif side == -2 and isinstance(seen[0], tuple):
+                seen[0] = piece.start, piece.stop
+            elif (piece.start, piece.stop) != (0, match.value(source).shape[piece.dim]):
+                return None
+        else:
+            break
+        chain.append(n)
+        source = n
+        n = next(iter(n.users)) if len(n.users) == 1 else None
+    return (chain, seen[0], seen[1]) if chain else None
+
+
+def _is_round(i: int, n: int, row: View | None, block: View | None, target: View | None) -> list[fx.Node] | None:
+    """The calls of round i besides its views, the copy last; None when it is something else.
+
+    ``row + (row[..., None] * block).sum(-2)`` is copied to ``target``; the row may be read to its end, and the block in
+    all its rows.
+    """
+    if row is None or block is None or target is None or target[1:] != (i, (0, i)) or row[1] != i:
+        return None
+    if block[2] != (0, i) or row[2][0] or row[2][1] < i:
+        return None
+    write = next(iter(target[0][-1].users), None)
+    if not match.is_call(write, aten.copy_.default) or write.args[0] is not target[0][-1] or write.users:
+        return None
+    for own, summed in match.operands(write.args[1], *match.ADD):
+        calls = _sum_of_products(summed, row, block)
+        if calls is not None and row[2] == (0, i) and _copied(own) is row[0][-1]:
+            return [*_between(own, row[0][-1]), *calls, write.args[1], write]
+    return None
+
+
+def _sum_of_products(summed: Any, row: View, block: View) -> list[fx.Node] | None:
+    """The calls of ``(row[..., None] * block).sum(-2)``."""
+    if not match.is_call(summed, aten.sum.dim_IntList) or match.argument(summed, "keepdim"):
+        return None
+    product, dims = summed.args[:2]
+    if [d % match.rank(product) for d in dims] != [match.rank(product) - 2]:
+        return None
+    for column, other in match.operands(product, *match.MUL):
+        if (
+            not match.is_call(column, aten.unsqueeze.default)
+            or column.args[1] % match.rank(column) != match.rank(column) - 1
+        ):
+            continue
+        if _copied(column.args[0]) is row[0][-1] and _copied(other) is block[0][-1] and block[1] == row[2]:
+            return [
+                *_between(column.args[0], row[0][-1]),
+                *_between(other, block[0][-1]),
+                column,
+                product,
+                summed,
+            ]
+    return None
+
+
+def _copied(n: Any) -> Any:
+    return n.args[0] if match.is_call(n, aten.clone.default) else n
+
+
+def _between(n: fx.Node, view: fx.Node) -> Iterator[fx.Node]:
+    """The copy of ``view`` that ``n`` is, if it is one."""
+    if n is not view:
+        yield n
