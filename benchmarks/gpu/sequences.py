@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+import torch.nn.functional as F
+from torch._higher_order_ops.associative_scan import associative_scan
 
 from .problem import Problem, new, size
 
@@ -74,12 +76,24 @@ def ssd(device: str, tokens: int, heads: int = 64, width: int = 64, state: int =
 
 
 def selective_scan(device: str, tokens: int, channels: int = 4096, state: int = 16) -> Problem:
-    """Mamba's scan, by torch's associative scan."""
+    """Mamba's scan, by torch's associative scan where it is compiled: written out here, for transformers' takes every
+    compilation by Dynamo of torch 2.11 for an export and goes step by step."""
 
     def define(u, dt, a, b, c, d, z, bias):
-        from transformers.models.mamba.modeling_mamba import mamba_selective_scan
-
-        return mamba_selective_scan(u, dt, a, b, c, d, z, bias, delta_softplus=True, use_associative_scan=True)
+        step = F.softplus(dt + bias.to(dt.dtype)[..., None])
+        decay = torch.exp(a[None, :, None] * step[..., None])
+        taken = step[..., None] * b.transpose(1, 2)[:, None].float() * u[..., None].float()
+        if torch.compiler.is_compiling():
+            mode = "pointwise" if u.device.type == "cuda" else "generic"
+            states = associative_scan(_two_steps, (decay, taken), dim=2, combine_mode=mode)[1]
+        else:
+            last, each = torch.zeros_like(taken[:, :, 0]), []
+            for i in range(taken.shape[2]):
+                last = decay[:, :, i] * last + taken[:, :, i]
+                each.append(last)
+            states = torch.stack(each, 2)
+        out = (states.transpose(1, 2).to(u.dtype) @ c.transpose(1, 2).unsqueeze(-1)).squeeze(-1).transpose(1, 2)
+        return (out + u * d[None, :, None]) * F.silu(z)
 
     u, dt, z = (new(1, channels, tokens, device=device) for _ in range(3))
     b, c = (new(1, state, tokens, device=device) for _ in range(2))
@@ -92,6 +106,10 @@ def selective_scan(device: str, tokens: int, channels: int = 4096, state: int = 
         without=("eager",),
         exact=torch.float32,
     )
+
+
+def _two_steps(left, right):
+    return left[0] * right[0], right[0] * left[1] + right[1]
 
 
 PROBLEMS = {

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mindspeed_fx.kernels.triton.launch import launch, programs, warps
-from mindspeed_fx.kernels.triton.rms_norm import TILE
+from mindspeed_fx.kernels.triton.rms_norm_weight_gradient import TILE
 
 
 @triton.jit
