@@ -63,12 +63,12 @@ def main() -> None:
 def measure(book: Book, names: list[str], args: argparse.Namespace) -> None:
     """Values of ``names`` in several processes, then their times one by one, into the book."""
     context, deadline = multiprocessing.get_context("spawn"), time.time() + args.seconds
-    processes, pipes = [], {}
+    running, pipes = {}, {}
     for i in range(min(args.processes, len(names))):
         pipe, end = context.Pipe()
         own = names[i :: args.processes]
-        processes.append(context.Process(target=serve, args=(own, args.device, args.elements, deadline, end)))
-        processes[-1].start()
+        running[pipe] = context.Process(target=serve, args=(own, args.device, args.elements, deadline, end))
+        running[pipe].start()
         pipes.update(dict.fromkeys(own, pipe))
     waiting = set(pipes.values())
     while waiting and time.time() < deadline + 20:  # a call into the compiler is not interrupted
@@ -81,6 +81,10 @@ def measure(book: Book, names: list[str], args: argparse.Namespace) -> None:
                 book.add("values", name, values)
                 book.add("work", name, work)
                 print(f"# {name}: {values}", flush=True)
+    for name in names:
+        if pipes[name] in waiting:
+            print(f"# {name}: no times, its process still compiles", flush=True)
+            running[pipes[name]].kill()  # it would share the device
     common.header(f"on {torch.cuda.get_device_name() if args.device == 'cuda' else 'the interpreter: no times'}")
     meter = Meter(args.device, args.elements)
     book.add("ceilings", "copy", meter.copy_bandwidth())
@@ -99,7 +103,7 @@ def measure(book: Book, names: list[str], args: argparse.Namespace) -> None:
             print(f"# {name}: no times: {result}", flush=True)
             continue
         book.add("times", name, result)
-    for process in processes:
+    for process in running.values():
         process.kill()
 
 

@@ -56,8 +56,8 @@ class Rival:
     def run(self, meter: Callable[[Callable], tuple[float, Any]]) -> tuple[float, float, list[torch.Tensor]]:
         """Seconds of both directions, and the results and gradients."""
         forward, out = meter(lambda: _results(self.forward(*self.leaves, *self.others)))
-        # Laid out as the results: a compiled function copies others, which is no part of the operator.
-        cotangents = [torch.empty_like(o).copy_(c) for c, o in zip(self.cotangents, out, strict=True)]
+        # Contiguous: AOTAutograd copies a gradient laid out otherwise, which is no part of the operator.
+        cotangents = [c.to(o.dtype).contiguous() for c, o in zip(self.cotangents, out, strict=True)]
         backward, gradients = meter(lambda: torch.autograd.grad(out, self.leaves, cotangents))
         return forward, backward, [*(o.detach() for o in out), *gradients]
 

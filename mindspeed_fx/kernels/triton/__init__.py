@@ -147,7 +147,7 @@ LARGE = 2**25
 def small(x: Tensor) -> str | None:
     """Why a kernel that is faster than generated code would be no gain, or None.
 
-    On an H200 (benchmarks/results/2026-11-27-gpu.txt) the gradients of norms took 0.8 to 0.9 of the time of generated
+    On an H200 (benchmarks/results/2026-11-27-gpu_3.txt) the gradients of norms took 0.8 to 0.9 of the time of generated
     code at 64 million elements; at 8 million the launches of 25 kernels added 2.8 ms to a step of 13 ms.
     """
     return None if statically_known_true(x.numel() >= LARGE) else f"fewer than {LARGE} elements, or an unknown number"

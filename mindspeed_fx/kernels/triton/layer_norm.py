@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mindspeed_fx.kernels.triton.launch import as_rows, launch, programs
+from mindspeed_fx.kernels.triton.launch import as_rows, launch, programs, stages
 from mindspeed_fx.kernels.triton.layer_norm_parameter_gradients import parameter_gradients
 from mindspeed_fx.kernels.triton.rms_norm import SPLIT, rows_of_sums, whole_rows
 
@@ -54,12 +54,13 @@ def layer_norm_forward(
     ADD: tl.constexpr,
     WEIGHT: tl.constexpr,
     BIAS: tl.constexpr,
+    STAGES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     lines = tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)[None, :]
-    for first in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
+    for first in tl.range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS, num_stages=STAGES):
         base = tl.cast(first, tl.int64)
         in_rows = lines < count - first
         mask = in_rows[:, None] & (cols < N)
@@ -273,12 +274,14 @@ def normalize(
         launch(layer_norm_forward_wide, programs(x, count, 32, 32), *args, num_warps=32, **constants, BLOCK=SPLIT // 2)
     else:
         tile, num_warps = whole_rows(n, FORWARD_TILE, FORWARD_THREAD)
+        loaded = (1 + (residual is not None)) * tile["ROWS"] * tile["BLOCK"] * x.element_size()
         launch(
             layer_norm_forward,
             programs(x, -(-count // tile["ROWS"]), num_warps, 32),
             *args,
             num_warps=num_warps,
             **constants,
+            STAGES=min(2, stages(x, loaded)),
             **tile,
         )
     return y, s, mean, rstd
