@@ -28,11 +28,11 @@ def warps(elements: int, thread: int = THREAD) -> int:
 
 
 def stages(x: Tensor, loaded: int) -> int:
-    """Turns of a loop that are under way at a time, each loading ``loaded`` bytes: up to three, as far as three
-    quarters of the shared memory hold what is waiting, all turns but one; sums over the rows need the rest. Measured:
+    """Turns of a loop that are under way at a time, each loading ``loaded`` bytes: up to three, as many as three
+    quarters of the shared memory hold; sums over the rows need the rest. Measured:
     benchmarks/results/2026-11-27-gpu_launches.txt.
     """
-    return 2 if x.device.type == "npu" else min(3, 1 + _shared_memory(x.device) * 3 // 4 // loaded)
+    return 2 if x.device.type == "npu" else max(1, min(3, _shared_memory(x.device) * 3 // 4 // loaded))
 
 
 def programs(x: Tensor, work: int, num_warps: int, resident: int) -> int:

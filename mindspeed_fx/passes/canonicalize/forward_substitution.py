@@ -2,17 +2,17 @@
 
 ``for i in range(1, n): a[..., i, :i] += (a[..., i, :i, None] * a[..., :i, :i]).sum(-2)``, then ``a + eye``, is the
 inverse of the unit lower triangular I - a: forward substitution, in n - 1 rounds that wait for each other, as linear
-attention with delta rules has it where a solver may not be called (transformers under ``torch.export``, and in its
-releases before 5; flash-linear-attention's references). Every product with the inverse becomes one call of
-``linalg.solve_triangular``, which ``fusion.gated_delta_rule`` reads.
+attention with delta rules has it where a solver may not be called (transformers under ``torch.export``, for which
+Dynamo of torch 2.11 and 2.12 takes every compilation, and in its releases before 5). Every product with the inverse
+becomes one call of ``linalg.solve_triangular``, which ``fusion.gated_delta_rule`` reads.
 
 Safe because rows are written in order, nobody else reads or writes them on the way, and all that is not below the
-diagonal is zero, so that a row read to its end is a row read to its diagonal.
+diagonal is zero.
 """
 
 from __future__ import annotations
 
-from typing import Any, Iterator
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -129,7 +129,7 @@ def _substitution(rows: fx.Node, last: fx.Node, place: dict[fx.Node, int]) -> li
     after = -1
     for i in range(1, n):
         row, block, target = (_view(next(uses, None), rows) for _ in range(3))
-        copied = _is_round(i, n, row, block, target)
+        copied = _is_round(i, row, block, target)
         if copied is None:
             raise Miss(f"row {i} of {rows.name} is not what forward substitution makes of it")
         order = [place[x] for x in (row[0][0], block[0][0], copied[-1])]
@@ -172,27 +172,25 @@ def _view(n: fx.Node | None, rows: fx.Node) -> View | None:
     return (chain, seen[0], seen[1]) if chain else None
 
 
-def _is_round(i: int, n: int, row: View | None, block: View | None, target: View | None) -> list[fx.Node] | None:
+def _is_round(i: int, row: View | None, block: View | None, target: View | None) -> list[fx.Node] | None:
     """The calls of round i besides its views, the copy last; None when it is something else.
 
-    ``row + (row[..., None] * block).sum(-2)`` is copied to ``target``; the row may be read to its end, and the block in
-    all its rows.
+    ``row + (row[..., None] * block).sum(-2)`` is copied to ``target``.
     """
-    if row is None or block is None or target is None or target[1:] != (i, (0, i)) or row[1] != i:
-        return None
-    if block[2] != (0, i) or row[2][0] or row[2][1] < i:
+    seen = [view and view[1:] for view in (row, block, target)]
+    if row is None or block is None or target is None or seen != [(i, (0, i)), ((0, i), (0, i)), (i, (0, i))]:
         return None
     write = next(iter(target[0][-1].users), None)
     if not match.is_call(write, aten.copy_.default) or write.args[0] is not target[0][-1] or write.users:
         return None
     for own, summed in match.operands(write.args[1], *match.ADD):
-        calls = _sum_of_products(summed, row, block)
-        if calls is not None and row[2] == (0, i) and _copied(own) is row[0][-1]:
-            return [*_between(own, row[0][-1]), *calls, write.args[1], write]
+        calls = _sum_of_products(summed, row[0][-1], block[0][-1])
+        if calls is not None and _copied(own) is row[0][-1]:
+            return [own, *calls, write.args[1], write]
     return None
 
 
-def _sum_of_products(summed: Any, row: View, block: View) -> list[fx.Node] | None:
+def _sum_of_products(summed: Any, row: fx.Node, block: fx.Node) -> list[fx.Node] | None:
     """The calls of ``(row[..., None] * block).sum(-2)``."""
     if not match.is_call(summed, aten.sum.dim_IntList) or match.argument(summed, "keepdim"):
         return None
@@ -201,26 +199,14 @@ def _sum_of_products(summed: Any, row: View, block: View) -> list[fx.Node] | Non
         return None
     for column, other in match.operands(product, *match.MUL):
         if (
-            not match.is_call(column, aten.unsqueeze.default)
-            or column.args[1] % match.rank(column) != match.rank(column) - 1
+            match.is_call(column, aten.unsqueeze.default)
+            and column.args[1] % match.rank(column) == match.rank(column) - 1
+            and _copied(column.args[0]) is row
+            and _copied(other) is block
         ):
-            continue
-        if _copied(column.args[0]) is row[0][-1] and _copied(other) is block[0][-1] and block[1] == row[2]:
-            return [
-                *_between(column.args[0], row[0][-1]),
-                *_between(other, block[0][-1]),
-                column,
-                product,
-                summed,
-            ]
+            return [column.args[0], other, column, product, summed]
     return None
 
 
 def _copied(n: Any) -> Any:
     return n.args[0] if match.is_call(n, aten.clone.default) else n
-
-
-def _between(n: fx.Node, view: fx.Node) -> Iterator[fx.Node]:
-    """The copy of ``view`` that ``n`` is, if it is one."""
-    if n is not view:
-        yield n

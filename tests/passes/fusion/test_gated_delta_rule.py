@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.models import assert_same_training, explain, function_agrees, fusion_counts
-from tests.transformers_parts import need_compiling_told_from_export, part_of
+from tests.transformers_parts import part_of
 
 NAME = "fusion.gated_delta_rule"
 SETTINGS = dict(
@@ -155,7 +155,6 @@ def test_function_of_transformers(dtype, seq):
     function = part_of("models.qwen3_next.modeling_qwen3_next", "torch_chunk_gated_delta_rule")
     if "solve_triangular" not in inspect.getsource(function):
         pytest.skip("this transformers solves the systems of chunks row by row, in place")
-    need_compiling_told_from_export()
     q, k, v, g, beta = inputs(seq, dtype)
     report = function_agrees(
         of_transformers, q, k, v, g.detach().float().requires_grad_(), beta,
