@@ -87,27 +87,21 @@ class Kernel:
             [x.to(problem.exact) if x.is_floating_point() else x for x in problem.others],
         )
         want = [x.cpu() for x in Rival(problem.define, exact, self.cotangents).run(_untimed)[2]]
-        result: dict[str, float | str] = {}
-        for rival, forward in list(self.functions.items()):
-            if LATE in result.values():
-                result[rival] = LATE
-                del self.functions[rival]
-                continue
-            try:
-                with recorder.collecting() as records:
-                    have = Rival(forward, problem, self.cotangents).run(_untimed)[2]
-            except (Exception, Late) as error:  # noqa: BLE001  a rival's limits are told
-                result[rival] = LATE if isinstance(error, Late) else f"failed: {told(error)}"
-                del self.functions[rival]
-                continue
-            result[rival] = max(
+        launches: dict[str, str] = {}
+
+        def distance(rival: str, forward: Function) -> float:
+            with recorder.collecting() as records:
+                have = Rival(forward, problem, self.cotangents).run(_untimed)[2]
+            if kernels := {row["kernel"] for record in records for row in record.lowered}:
+                launches[f"{rival} launches"] = "; ".join(sorted(kernels))
+            return max(
                 ((h.cpu().to(w.dtype) - w).norm() / w.norm().clamp_min(1e-30)).item()
                 for h, w in zip(have, want, strict=True)
             )
-            if kernels := {row["kernel"] for record in records for row in record.lowered}:
-                result[f"{rival} launches"] = "; ".join(sorted(kernels))
+
+        result = of_each(self.functions, distance)
         self._move("cpu")
-        return result
+        return result | launches
 
     def times(self, rounds: int) -> dict[str, dict[str, Any]]:
         """Rival -> median milliseconds of the forward and of the backward, those that the device computes ("busy"), the
@@ -182,6 +176,22 @@ def _kernels(rival: Rival) -> dict[str, dict[str, tuple[float, int]]]:
 
 def _untimed(call: Callable[[], Any]) -> tuple[float, Any]:
     return 0.0, call()
+
+
+def of_each(rivals: dict[str, Any], value: Callable[[str, Any], float | str]) -> dict[str, float | str]:
+    """Rival -> ``value(name, rival)``, or "failed: ..."; what failed leaves ``rivals``, as do all after one that was too
+    late.
+    """
+    result: dict[str, float | str] = {}
+    for name, rival in list(rivals.items()):
+        try:
+            if LATE in result.values():
+                raise Late
+            result[name] = value(name, rival)
+        except (Exception, Late) as error:  # noqa: BLE001  a rival's limits are told
+            result[name] = LATE if isinstance(error, Late) else f"failed: {told(error)}"
+            del rivals[name]
+    return result
 
 
 def told(error: BaseException) -> str:

@@ -11,8 +11,7 @@ import torch
 from benchmarks import common
 from mindspeed_fx.backend import mindspeed
 
-from .measure import Peak, kernel_times, most, told
-from .problem import LATE, Late
+from .measure import Peak, kernel_times, most, of_each
 
 HIDDEN, LAYERS, VOCAB = 2048, 4, 32000
 DENSE = dict(
@@ -140,24 +139,17 @@ class WholeModel:
     def values(self) -> dict[str, float | str]:
         """Rival -> relative distance of its gradients from those of eager PyTorch in the same types; for eager PyTorch
         that of a second run, which is what its own atomic additions change."""
-        result: dict[str, float | str] = {}
-        exact = None
-        for rival, step in list(self.steps.items()):
-            if LATE in result.values():
-                result[rival] = LATE
-                del self.steps[rival]
-                continue
-            try:
-                step()
-            except (Exception, Late) as error:  # noqa: BLE001  a rival's limits are told
-                result[rival] = LATE if isinstance(error, Late) else f"failed: {told(error)}"
-                del self.steps[rival]
-                continue
-            if exact is None:
-                exact = self._gradients()
+        exact: list[torch.Tensor] = []
+
+        def distance(rival: str, step: common.Step) -> float | str:
+            step()
+            if not exact:
+                exact.append(self._gradients())
                 step()
             have = self._gradients()
-            result[rival] = ((have - exact).norm() / exact.norm()).item() if have.shape == exact.shape else "lost"
+            return ((have - exact[0]).norm() / exact[0].norm()).item() if have.shape == exact[0].shape else "lost"
+
+        result = of_each(self.steps, distance)
         self._forget()
         return result
 
