@@ -380,4 +380,5 @@ class Compilation:
 bisector.register_bisector()
 dynamo.keep_contexts_over_jumps()
 dynamo.skip_guards_on_empty_hooks()
+dynamo.tell_compiling_from_export()
 dynamo.while_compiling(mindspeed, without_collection)

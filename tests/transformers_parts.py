@@ -34,10 +34,3 @@ def need_grouped_products() -> None:
     part_of("integrations.moe", "__name__")
     if not hasattr(torch.ops.transformers, "grouped_mm_fallback"):
         pytest.skip("this transformers has grouped products of bfloat16 alone")
-
-
-def need_compiling_told_from_export() -> None:
-    """Dynamo of torch 2.11 says within ``torch.compile`` that a model is exported, for which transformers has code of
-    its own in places: loops in place of scans and of solved systems."""
-    if torch.compile(lambda x: x + int(torch.compiler.is_exporting()), backend="eager")(torch.zeros(1)).item():
-        pytest.skip("this torch takes every compilation for an export, and transformers another way")

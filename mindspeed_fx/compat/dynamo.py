@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import inspect
 import sys
 import time
 import warnings
@@ -264,6 +265,27 @@ def keep_contexts_over_jumps() -> None:
             update(self, inst)
 
     Translator.update_block_stack = unless_it_jumps
+
+
+def tell_compiling_from_export() -> None:
+    """``torch.compiler.is_exporting()`` is false within ``torch.compile`` where Dynamo takes it for true (2.11, 2.12).
+
+    transformers' models have loops for exports in the place of scans and of solved systems: of Mamba's scan, one step
+    of Python for each token. As 2.13 does, the answer is what ``torch.export`` sets.
+    """
+    from torch._dynamo.variables import torch as functions
+
+    if "_is_exporting_flag" in inspect.getsource(functions):
+        return
+    known = functions.tracing_state_functions()
+
+    class States(dict):
+        def __getitem__(self, function: Any) -> Any:
+            if function is torch.compiler.is_exporting:
+                return torch.compiler._is_exporting_flag
+            return super().__getitem__(function)
+
+    functions.tracing_state_functions = functools.cache(lambda: States(known))
 
 
 def skip_guards_on_empty_hooks() -> None:

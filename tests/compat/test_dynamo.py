@@ -108,3 +108,15 @@ def test_a_capture_without_calls_of_loggers_has_its_record():
         utils.clear_compilation_metrics()
         torch.compile(torch.sin, backend="eager")(torch.ones(2))
     assert len(utils.get_compilation_metrics()) == 1
+
+
+def test_a_compilation_is_no_export():
+    """transformers has loops for exports in the place of scans; Dynamo of torch 2.11 and 2.12 knew no difference."""
+
+    class Told(torch.nn.Module):
+        def forward(self, x):
+            return x + 1 if torch.compiler.is_exporting() else x - 1
+
+    x = torch.zeros(2)
+    assert torch.compile(Told(), backend="mindspeed", options={"codegen": "eager"})(x).tolist() == [-1, -1]
+    assert torch.export.export(Told(), (x,), strict=True).module()(x).tolist() == [1, 1]

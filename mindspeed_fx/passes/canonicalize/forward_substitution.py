@@ -2,9 +2,9 @@
 
 ``for i in range(1, n): a[..., i, :i] += (a[..., i, :i, None] * a[..., :i, :i]).sum(-2)``, then ``a + eye``, is the
 inverse of the unit lower triangular I - a: forward substitution, in n - 1 rounds that wait for each other, as linear
-attention with delta rules has it where a solver may not be called (transformers under ``torch.export``, for which
-Dynamo of torch 2.11 and 2.12 takes every compilation, and in its releases before 5). Every product with the inverse
-becomes one call of ``linalg.solve_triangular``, which ``fusion.gated_delta_rule`` reads.
+attention with delta rules has it where a solver may not be called (transformers under ``torch.export``, and in its
+releases before 5). Every product with the inverse becomes one call of ``linalg.solve_triangular``, which
+``fusion.gated_delta_rule`` reads.
 
 Safe because rows are written in order, nobody else reads or writes them on the way, and all that is not below the
 diagonal is zero.

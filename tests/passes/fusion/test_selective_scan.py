@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.models import assert_same_training, explain, function_agrees, fusion_counts
-from tests.transformers_parts import need_compiling_told_from_export, part_of
+from tests.transformers_parts import part_of
 
 NAME = "fusion.selective_scan"
 SETTINGS = dict(softplus=True, shift=True, skip=True, gate=True, read="matmul", order="same", decay="same", final=False)
@@ -168,7 +168,6 @@ def test_mamba():
 def test_associative_scans_on_accelerators(width, reason):
     """Where a kernel walks through the tokens; else they stay."""
     mamba_selective_scan = part_of("models.mamba.modeling_mamba", "mamba_selective_scan")
-    need_compiling_told_from_export()
 
     def f(u, dt, A, B, C):
         return mamba_selective_scan(u, dt, A, B, C, use_associative_scan=True)
