@@ -286,7 +286,9 @@ class Compilation:
 
     def partitioner(self, name: str = "") -> Partitioner:
         """Cuts a joint graph into forward and backward, as the passes of stage "partition" decide."""
-        return Partitioner(self.prepare_joint, self.decide, self.move, self.options.memory_budget, name, self.shortened)
+        return Partitioner(
+            self.prepare_joint, self.decide, self.after_cut, self.options.memory_budget, name, self.shortened
+        )
 
     def decide(self, graph: fx.Graph, nodes: Any) -> list[fx.Node] | None:
         """What the forward saves; under a budget, what prepares the backward runs where its inputs are made."""
@@ -295,12 +297,12 @@ class Compilation:
             prepare_early(graph, nodes)
         return self.pipeline.decide(self.record, graph, nodes)
 
-    def move(self, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+    def after_cut(self, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
         """Copies to host memory and back of what the passes of stage "partition" move there; masks as bytes."""
         if self.options.count_flops:
             self.work["forward"] = work = flop_count.count(forward)
             self.work["backward"] = flop_count.behind(self.work["joint"], work, flop_count.count(backward))
-        self.pipeline.move(self.record, forward, backward)
+        self.pipeline.after_cut(self.record, forward, backward)
 
     def finish_side(self, gm: fx.GraphModule, side: str) -> None:
         """Partitioned passes and lowering of one forward, backward or inference graph."""

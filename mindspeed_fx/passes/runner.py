@@ -145,7 +145,7 @@ class Pipeline:
                 record.runs.append(PassRun(report, "joint", seconds, size, size, exact=p.exact))
         return saved if saved is None else [n for n in graph.nodes if n.name in saved]
 
-    def move(self, record: GraphRecord, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+    def after_cut(self, record: GraphRecord, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
         """Does to the two halves of a joint graph what the passes of stage "partition" have asked for."""
         for report in (run.report for run in record.runs):
             if report.moves:

@@ -88,7 +88,7 @@ class Program(torch.nn.Module):
         for value in self.values:
             if value is not None and (reason := value.kept or kept_parameter(value, plan, mesh)):
                 self.kept.note(reason)
-        if written is not None and any(v is not None and self._is_uneven(v) for v in values):
+        if written is not None and any(v is not None and self._is_uneven(v) for v in self.values):
             self.kept.note(f"{_where(written)}: {written.target} writes in place, so that nothing is padded")
         self.stages = {mesh.mesh_dim_names.index(name): stage for name, stage in plan.gather.items()}
         self.data = [dim for dim, stage in self.stages.items() if stage != "never"]
