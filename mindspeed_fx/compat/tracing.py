@@ -335,6 +335,15 @@ def wrap_operator() -> Any:
     return wrap
 
 
+def associative_scan_operator() -> Any:
+    """The higher-order operator that ``associative_scan`` with combine_mode="pointwise", for CUDA alone, is kept as: of
+    a body, a list of values that are scanned along their first dimension, and what else the body reads.
+    """
+    from torch._higher_order_ops.associative_scan import associative_scan_op
+
+    return associative_scan_op
+
+
 @contextlib.contextmanager
 def in_one_graph(error: type[Exception], what: str) -> Iterator[None]:
     """Capture of a whole model within; where Dynamo breaks its graph, ``error`` says at which line and why. Calls of

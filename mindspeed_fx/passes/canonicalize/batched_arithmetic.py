@@ -31,8 +31,9 @@ def batched_arithmetic(gm: fx.GraphModule, context: Context) -> PassReport:
     report = PassReport(NAME)
     rewrite_each(report, OPERATOR, calls(gm, tracing.wrap_operator()), lambda node: _rewrite(gm, node))
     rewrite.finish(gm)
+    pure = tracing.wrap_operator(), tracing.associative_scan_operator()
     for node in reversed(list(gm.graph.nodes)):
-        if not node.users and match.is_call(node, tracing.wrap_operator()) and associative_scan.steps(node) is not None:
+        if not node.users and match.is_call(node, *pure) and associative_scan.steps(node) is not None:
             inputs = node.all_input_nodes
             gm.graph.erase_node(node)
             for n in inputs:

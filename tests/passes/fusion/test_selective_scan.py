@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._higher_order_ops.associative_scan import associative_scan_op
 
 from tests.models import assert_same_training, explain, function_agrees, fusion_counts
 from tests.transformers_parts import part_of
@@ -139,6 +140,49 @@ def test_einsums_of_known_repositories(function):
     report = function_agrees(function, *inputs())
     assert report.counts[NAME] == 1 and not skips(report), skips(report)
     assert "aten.silu" not in next(r for r in report.graphs[0].runs if r.report.name == NAME).after
+
+
+def pointwise(decays, added, swapped=False):
+    """What ``associative_scan`` with combine_mode="pointwise" calls, which asks for CUDA before it does."""
+
+    def combine(a, b, c, d):
+        return [a * c, a * d + b if swapped else c * b + d]
+
+    return associative_scan_op(combine, [x.movedim(2, 0) for x in (decays, added)], ())[1].movedim(0, 2)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_scan_of_cuda(swapped):
+    def f(u, dt, A, B, C, D, z, bias):
+        dt = F.softplus(dt + bias[:, None])
+        added = dt[..., None] * (B.transpose(1, 2)[:, None] * u[..., None])
+        states = pointwise((dt[..., None] * A[None, :, None]).exp(), added, swapped)
+        y = (states.transpose(1, 2) @ C.transpose(1, 2)[..., None]).squeeze(-1).transpose(1, 2)
+        return (y + u * D[:, None]) * F.silu(z)
+
+    report = explain(f, *inputs())
+    assert report.counts[NAME] == (not swapped) and not skips(report)
+    left = next(run.after for run in report.graphs[0].runs if run.report.name == "fusion.swiglu")
+    calls = [line for line in left.splitlines() if "#" not in line]
+    assert any("associative_scan" in line for line in calls) == swapped, calls
+
+
+def test_values_and_gradients_of_a_scan_of_cuda():
+    def f(u, dt, A, B, C):
+        added = dt[..., None] * (B.transpose(1, 2)[:, None] * u[..., None])
+        states = pointwise((dt[..., None] * A[None, :, None]).exp(), added)
+        return (states.transpose(1, 2) @ C.transpose(1, 2)[..., None]).squeeze(-1).transpose(1, 2)
+
+    def results(run):
+        values = inputs()[:5]
+        y = run(*values)
+        return [y, *torch.autograd.grad(y.sin().sum(), values)]
+
+    plain = dict(softplus=False, shift=False, skip=False, gate=False)
+    want = results(lambda *values: scanned(*values, None, None, None, **plain))
+    have = results(torch.compile(f, backend="mindspeed", options={"codegen": "eager"}))
+    for a, b in zip(have, want, strict=True):
+        assert (a - b).abs().max() < 1e-11
 
 
 def test_c_may_be_a_product_as_of_a_norm_with_its_weight():

@@ -2,7 +2,8 @@
 
 torch's generic scan halves a sequence again and again: slices of every second element, a call that combines
 neighbours, interleaving by stack and flatten. Of a value it is enough to know the stretch (i, j) of tokens that each of
-its elements combines; a result whose elements are (0, 0), (0, 1), (0, 2) ... holds the states.
+its elements combines; a result whose elements are (0, 0), (0, 1), (0, 2) ... holds the states. torch's pointwise scan,
+which is for CUDA, stays one call.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ class Combined:
 
 def states_of(n: fx.Node, known: dict[fx.Node, Combined | None] | None = None) -> tuple[fx.Node, fx.Node] | None:
     """(decays, inputs), the sequence first in each, when ``n`` holds the state after each token."""
+    if match.is_call(n, operator.getitem) and match.is_call(n.args[0], tracing.associative_scan_operator()):
+        call, index = n.args
+        values = call.args[1]
+        return tuple(values) if index == INPUT and not call.args[2] and _is_combination(call) else None
     result = _read(n, {} if known is None else known)
     if result is None or result.part != INPUT or None in result.sources or len(result.stretches) < 2:
         return None
