@@ -22,13 +22,13 @@ def saved(monkeypatch):
     """Types of what the forward of the last compilation hands to the backward, as the backward takes it."""
     found = []
 
-    def move(self, record, forward, backward):
+    def after_cut(self, record, forward, backward):
         original(self, record, forward, backward)
         arguments = [n.meta["val"] for n in backward.graph.find_nodes(op="placeholder")]
         found[:] = [(v.dtype, tuple(v.shape)) for v in arguments if isinstance(v, torch.Tensor)]
 
-    original = Pipeline.move
-    monkeypatch.setattr(Pipeline, "move", move)
+    original = Pipeline.after_cut
+    monkeypatch.setattr(Pipeline, "after_cut", after_cut)
     return found
 
 
