@@ -21,7 +21,7 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
-from mindspeed_fx.compat import autocast, fake, fx_graph, tracing
+from mindspeed_fx.compat import autocast, fake, fx_graph, higher_order, tracing
 from mindspeed_fx.graph.annotate import WHOLE_CALL, _is_transform, written_nodes
 
 NAME = "transform_"
@@ -178,7 +178,7 @@ def _move(gm: fx.GraphModule, region: list[fx.Node]) -> None:
     name = next(name for i in range(len(gm.graph.nodes) + 1) if not hasattr(gm, name := f"{NAME}{i}"))
     gm.add_module(name, fx.GraphModule(gm, body))
     with gm.graph.inserting_before(region[0]):
-        call = gm.graph.call_function(tracing.wrap_operator(), (gm.graph.get_attr(name), *inputs))
+        call = gm.graph.call_function(higher_order.wrap_operator(), (gm.graph.get_attr(name), *inputs))
         call.meta = {k: v for k, v in region[-1].meta.items() if k != "example_value"}
         call.meta["example_value"] = tuple(fx_graph.example_value_of(n) for n in outputs)
         for i, n in enumerate(outputs):

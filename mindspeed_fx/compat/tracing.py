@@ -328,22 +328,6 @@ def is_function_wrapper(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 
-def wrap_operator() -> Any:
-    """The higher-order operator that calls a graph and does nothing else."""
-    from torch._higher_order_ops.wrap import wrap
-
-    return wrap
-
-
-def associative_scan_operator() -> Any:
-    """The higher-order operator that ``associative_scan`` with combine_mode="pointwise", for CUDA alone, is kept as: of
-    a body, a list of values that are scanned along their first dimension, and what else the body reads.
-    """
-    from torch._higher_order_ops.associative_scan import associative_scan_op
-
-    return associative_scan_op
-
-
 @contextlib.contextmanager
 def in_one_graph(error: type[Exception], what: str) -> Iterator[None]:
     """Capture of a whole model within; where Dynamo breaks its graph, ``error`` says at which line and why. Calls of

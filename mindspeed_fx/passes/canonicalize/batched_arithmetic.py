@@ -13,7 +13,7 @@ import operator
 import torch
 import torch.fx as fx
 
-from mindspeed_fx.compat import tracing
+from mindspeed_fx.compat import higher_order
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.edit import release
 from mindspeed_fx.graph.match import aten
@@ -29,9 +29,9 @@ WHOLE = {operator.mul: aten.mul.Tensor, operator.add: aten.add.Tensor}
 def batched_arithmetic(gm: fx.GraphModule, context: Context) -> PassReport:
     """What vmap computes of sums and products alone is computed of the whole tensors."""
     report = PassReport(NAME)
-    rewrite_each(report, OPERATOR, calls(gm, tracing.wrap_operator()), lambda node: _rewrite(gm, node))
+    rewrite_each(report, OPERATOR, calls(gm, higher_order.wrap_operator()), lambda node: _rewrite(gm, node))
     rewrite.finish(gm)
-    pure = tracing.wrap_operator(), tracing.associative_scan_operator()
+    pure = higher_order.wrap_operator(), higher_order.associative_scan_operator()
     for node in reversed(list(gm.graph.nodes)):
         if not node.users and match.is_call(node, *pure) and associative_scan.steps(node) is not None:
             inputs = node.all_input_nodes

@@ -369,6 +369,7 @@ WITHOUT_GRAPH = {
     ),
     "canonicalize.expert_loop": "only graphs of parallelized models have loops over experts",
     "canonicalize.filled_buffers": "pieces are joined by cat and stack, which graphs of rotations and of attention run",
+    "canonicalize.forward_substitution": "becomes torch's own linalg.solve_triangular, of float32 alone",
     "canonicalize.npu_attention": "torch_npu's own call becomes another of its calls: see the kernels of attention",
     "canonicalize.varlen_attention": "torch's varlen_attn runs on cuda alone: see the operator varlen_attention",
 }

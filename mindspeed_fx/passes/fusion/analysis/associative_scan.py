@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from mindspeed_fx.compat import tracing
+from mindspeed_fx.compat import higher_order
 from mindspeed_fx.graph import match
 from mindspeed_fx.graph.match import aten
 
@@ -37,7 +37,7 @@ class Combined:
 
 def states_of(n: fx.Node, known: dict[fx.Node, Combined | None] | None = None) -> tuple[fx.Node, fx.Node] | None:
     """(decays, inputs), the sequence first in each, when ``n`` holds the state after each token."""
-    if match.is_call(n, operator.getitem) and match.is_call(n.args[0], tracing.associative_scan_operator()):
+    if match.is_call(n, operator.getitem) and match.is_call(n.args[0], higher_order.associative_scan_operator()):
         call, index = n.args
         values = call.args[1]
         return tuple(values) if index == INPUT and not call.args[2] and _is_combination(call) else None
@@ -57,7 +57,7 @@ def _read(n: Any, known: dict[fx.Node, Combined | None]) -> Combined | None:
 def _look(n: Any, known: dict[fx.Node, Combined | None]) -> Combined | None:
     if not isinstance(n, fx.Node) or n.meta.get("mutated"):
         return None
-    if match.is_call(n, operator.getitem) and match.is_call(n.args[0], tracing.wrap_operator()):
+    if match.is_call(n, operator.getitem) and match.is_call(n.args[0], higher_order.wrap_operator()):
         return _combine(n.args[0], n.args[1], known)
     if match.is_call(n, aten.slice.Tensor) and match.argument(n, "dim", 0) == 0:
         inner = _read(n.args[0], known)
