@@ -119,7 +119,9 @@ class Operator:
                 reason = "generated code fuses with its neighbours; no measurement shows this kernel to be faster"
             if reason is None:
                 return lowering, reasons
-            reasons.append(f"{lowering.kernel}: {reason}")
+            # One kernel may stand here twice, first for arguments with which it beats generated code.
+            if not any(said.startswith(f"{lowering.kernel}: ") for said in reasons):
+                reasons.append(f"{lowering.kernel}: {reason}")
         return None, reasons
 
 

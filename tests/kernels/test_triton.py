@@ -19,6 +19,7 @@ import sys
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from mindspeed_fx.compat import dispatcher
 from mindspeed_fx.kernels import REGISTRY, triton
@@ -308,3 +309,17 @@ def test_offsets_beyond_32_bits():
     grad = torch.ops.mindspeed.cross_entropy_backward_triton(torch.ones_like(loss), logits, target, lse, -100, 0.0)
     want_grad = torch.ops.mindspeed.cross_entropy_backward(torch.ones_like(want), args[0], args[1], want_lse, -100, 0.0)
     torch.testing.assert_close(grad[-3:].double(), want_grad, rtol=1e-2, atol=1e-7)
+
+
+def test_large_gradients_are_kernels_beside_generated_code_and_small_ones_say_why_not(monkeypatch):
+    monkeypatch.setattr(triton, "missing", lambda: None)
+    fused = REGISTRY[torch.ops.mindspeed.rms_norm_backward.default]
+    with FakeTensorMode():
+        for rows, taken in ((2**13, True), (2**11, False)):
+            x, w, rstd = torch.empty(rows, 4096), torch.empty(4096), torch.empty(rows, 1)
+            kernel, reasons = fused.choose("cuda", (x, x, w, rstd, True, True), {}, codegen=True)
+            assert (kernel is not None) == taken
+            assert taken or [r.split(": ", 1)[1] for r in reasons] == [
+                "fewer than 33554432 elements, or an unknown number"
+            ]
+            assert fused.choose("cuda", (x, x, w, rstd, True, True), {})[0] is not None
