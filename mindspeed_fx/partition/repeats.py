@@ -10,6 +10,7 @@ Layers that talk to other ranks are not neighbours: there calls behind a collect
 from __future__ import annotations
 
 import collections
+import itertools
 import operator
 from dataclasses import dataclass
 from typing import Any, Iterable, Sequence
@@ -244,13 +245,14 @@ def beginnings(runs: Sequence[Sequence[fx.Node]]) -> list[Repeat]:
     gradient say, is not the same in every layer.
     """
     numbers: dict[Any, int] = {}
+    place = {n: i for i, n in enumerate(itertools.chain.from_iterable(runs))}
     words = {run: _words_in(run, numbers) for run in map(tuple, runs) if len(run) >= LEAST_CALLS}
     results = []
     while (length := _longest_beginning(list(words.values()))) is not None:
         number, first = length
         alike_runs = [run for run, row in words.items() if row[:number] == first]
         end = _end(alike_runs, number)
-        alike_runs = [run for run, row in words.items() if row[:end] == first[:end]]
+        alike_runs = sorted((run for run, row in words.items() if row[:end] == first[:end]), key=lambda r: place[r[0]])
         repeat = _repeat([run[:end] for run in alike_runs]) if end else None
         for run in alike_runs:
             del words[run]

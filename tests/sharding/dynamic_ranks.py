@@ -1,4 +1,5 @@
-"""What gloo processes check of sizes that change; run by test_dynamic_sizes.py."""
+"""What gloo processes check of sizes, most of them such that change; run by test_dynamic_sizes.py and
+test_generated_code.py."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from mindspeed_fx.sharding.plan import ShardingError
 from tests.sharding.input_ranks import Small
 from tests.sharding.llama import Llama
 from tests.sharding.mixtral import Mixtral
+from tests.zoo import parallel_models
 
 
 class Scaled(Small):
@@ -31,7 +33,13 @@ class Scaled(Small):
         return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-MODELS = {"llama": lambda: Llama(1), "mixtral": lambda: Mixtral(1), "small": Small, "scaled": Scaled}
+MODELS = {
+    "llama": lambda: Llama(1),
+    "mixtral": lambda: Mixtral(1),
+    "small": Small,
+    "scaled": Scaled,
+    "t5": lambda: parallel_models.build("t5", num_layers=3, num_decoder_layers=3)[0],
+}
 
 
 def batch(rows, seq):

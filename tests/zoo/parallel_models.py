@@ -190,8 +190,8 @@ def in_float64(module: types.ModuleType) -> types.ModuleType:
     return sys.modules[name]
 
 
-def configuration(name: str) -> Any:
-    """The configuration of ``name`` with small sizes, by the names that it has for them."""
+def configuration(name: str, **sizes: int) -> Any:
+    """The configuration of ``name`` with small sizes, by the names that it has for them, and those given."""
     from transformers import AutoConfig
 
     from tests.zoo import architectures
@@ -210,12 +210,12 @@ def configuration(name: str) -> Any:
         small = {}
     else:
         small |= dict(hidden_size=32, vocab_size=64)
-    return AutoConfig.for_model(kind, **small | OWN.get(name, {}))
+    return AutoConfig.for_model(kind, **small | OWN.get(name, {}) | sizes)
 
 
-def build(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """A model whose call gives the loss, and the inputs of one step."""
-    config = configuration(name)
+def build(name: str, **sizes: int) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """A model whose call gives the loss, and the inputs of one step; ``sizes``: of the configuration."""
+    config = configuration(name, **sizes)
     family = name.removesuffix("_text")
     module = in_float64(importlib.import_module(f"transformers.models.{family}.modeling_{family}"))
     losses = in_float64(importlib.import_module("transformers.loss.loss_utils"))

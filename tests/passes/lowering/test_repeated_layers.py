@@ -221,6 +221,21 @@ def test_between_waits_what_begins_alike_is_shared():
     assert all(torch.equal(a, b) for a, b in zip(gm(*inputs), want, strict=True))
 
 
+def test_what_remains_of_a_run_is_the_first_of_its_like():
+    """It is read after whole runs that begin as it does, and stands before them."""
+
+    def f(x, *weights):
+        x = blocks(blocks(wait(x), weights[:1], torch.neg), weights[1:2], torch.sin)
+        for end in (torch.neg, torch.neg, torch.sin, torch.sin):
+            x = blocks(wait(x), weights[2:3], end)
+        return x
+
+    gm, inputs = made(f, torch.ones(6, 6), *WEIGHTS), [torch.rand(6, 6) for _ in range(6)]
+    want = gm(*inputs)
+    shared(gm)
+    assert layers_of(gm) == [3, 3] and torch.equal(gm(*inputs), want)
+
+
 def test_two_repetitions_after_one_another():
     def f(x, *weights):
         x = blocks(x, weights, torch.neg)
