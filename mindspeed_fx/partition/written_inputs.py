@@ -22,11 +22,12 @@ aten = torch.ops.aten
 def keep_old_values(joint: fx.GraphModule) -> None:
     """Have a joint graph read copies of the inputs that it writes, where its backward depends on what it reads."""
     names = {f"primals_{i + 1}" for i in aot_inputs.written_inputs()}
-    written = {owner(w) for n in joint.graph.nodes for w in written_nodes(n)}
+    backward = _backward(joint.graph)
+    written = {owner(w) for n in joint.graph.nodes if n not in backward for w in written_nodes(n)}
     values = [n for n in joint.graph.find_nodes(op="placeholder") if n in written or n.target in names]
     if not values:
         return
-    before_backward = _ancestors_of_backward(joint.graph)
+    before_backward = _with_ancestors(backward)
     for value in values:
         readers = [u for u in value.users if u.op != "output" and value not in written_nodes(u)]
         if not any(u in before_backward or partitioner.must_recompute(u) for u in readers):
@@ -39,14 +40,18 @@ def keep_old_values(joint: fx.GraphModule) -> None:
             reader.replace_input_with(value, old)
 
 
-def _ancestors_of_backward(graph: fx.Graph) -> set[fx.Node]:
-    """What the nodes that read a gradient depend on, themselves too."""
-    backward: set[fx.Node] = set()
+def _backward(graph: fx.Graph) -> set[fx.Node]:
+    """The gradients that are given, and what depends on them."""
+    results: set[fx.Node] = set()
     for n in graph.nodes:
         is_gradient = n.op == "placeholder" and not partitioner.is_input(n)
-        if n.op != "output" and (is_gradient or any(x in backward for x in n.all_input_nodes)):
-            backward.add(n)
-    results, todo = set(backward), list(backward)
+        if n.op != "output" and (is_gradient or any(x in results for x in n.all_input_nodes)):
+            results.add(n)
+    return results
+
+
+def _with_ancestors(nodes: set[fx.Node]) -> set[fx.Node]:
+    results, todo = set(nodes), list(nodes)
     while todo:
         new = [x for x in todo.pop().all_input_nodes if x not in results]
         results.update(new)
