@@ -102,7 +102,6 @@ class Compilation:
         self.generates = options.codegen == "inductor" and not is_meta
         """False on the meta device too: before it calls passes, Inductor leaves empty outputs of such a graph alone."""
         self.averaged: list = []
-        self.written: list[int] = []
         self.steps: optimizer_in_backward.Steps | gradient_ready.Announcements | None = None
         self.gathers, self.freed = param_gather.Gathers(()), freed_weights.FreedWeights(())
         self.late: late_gradients.Late | None = None
@@ -225,7 +224,6 @@ class Compilation:
             self.pipeline.refuse("captured", reason, self.record)
             self.average(gm)
             return reason
-        self.written = written_inputs.positions(captured)
         self._snapshot("captured", captured, text=False)
         progress.enter("captured passes")
         with self._timed("passes"):
@@ -267,7 +265,7 @@ class Compilation:
         gradient_ready.mark(joint)
         self.gathers.mark(joint)
         self.freed.mark(joint)
-        written_inputs.keep_old_values(joint, self.written)
+        written_inputs.keep_old_values(joint)
         progress.enter("joint passes")
         with self._timed("passes"):
             self.pipeline.run("joint", "joint", joint, self.record, self.readable, self.sharding)

@@ -51,6 +51,15 @@ def static_inputs() -> list[int]:
     return list(_metadata().static_input_indices)
 
 
+def written_inputs() -> list[int]:
+    """Positions of the plain inputs whose values a forward changes, in its graph or after it."""
+    metadata = _metadata()
+    if metadata is None or any(not _is_plain(x) for x in metadata.subclass_inp_meta):
+        return []
+    first = len(metadata.tokens)
+    return [first + i for i, info in enumerate(metadata.input_info) if info.mutates_data]
+
+
 def _metadata() -> Any:
     """The record of the graph that is being cut or, without gradients, compiled: no context has it before that, but the
     functions that call the partitioner do."""

@@ -129,14 +129,17 @@ def _substitution(rows: fx.Node, last: fx.Node, place: dict[fx.Node, int]) -> li
     after = -1
     for i in range(1, n):
         row, block, target = (_view(next(uses, None), rows) for _ in range(3))
-        copied = _is_round(i, row, block, target)
+        factors = row
+        if block is not None and block[1] == i:  # the row is read twice
+            factors, block, target = block, target, _view(next(uses, None), rows)
+        copied = _is_round(i, n, row, factors, block, target)
         if copied is None:
             raise Miss(f"row {i} of {rows.name} is not what forward substitution makes of it")
-        order = [place[x] for x in (row[0][0], block[0][0], copied[-1])]
-        if min(order[:2]) < after or order[-1] != max(order):
+        order = [place[x] for x in (row[0][0], factors[0][0], block[0][0], copied[-1])]
+        if min(order[:3]) < after or order[-1] != max(order):
             raise Miss(f"row {i} of {rows.name} is read or written out of order")
         after = order[-1]
-        region += [*row[0], *block[0], *target[0], *copied]
+        region += [*row[0], *factors[0], *block[0], *target[0], *copied]
     if (other := next(uses, None)) is not None or place[last] < after:
         raise Miss(f"{(other or last).name} reads {rows.name}, too")
     return list(dict.fromkeys(region))
@@ -172,19 +175,25 @@ def _view(n: fx.Node | None, rows: fx.Node) -> View | None:
     return (chain, seen[0], seen[1]) if chain else None
 
 
-def _is_round(i: int, row: View | None, block: View | None, target: View | None) -> list[fx.Node] | None:
+def _is_round(
+    i: int, n: int, row: View | None, factors: View | None, block: View | None, target: View | None
+) -> list[fx.Node] | None:
     """The calls of round i besides its views, the copy last; None when it is something else.
 
-    ``row + (row[..., None] * block).sum(-2)`` is copied to ``target``.
+    ``row + (factors[..., None] * block).sum(-2)`` is copied to ``target``; the factors are the row, or the whole row
+    with its zeros, n of them, for as many rows of the block (flash-linear-attention's reference).
     """
-    seen = [view and view[1:] for view in (row, block, target)]
-    if row is None or block is None or target is None or seen != [(i, (0, i)), ((0, i), (0, i)), (i, (0, i))]:
+    if row is None or factors is None or block is None or target is None:
+        return None
+    if row[1:] != (i, (0, i)) or target[1:] != row[1:]:
+        return None
+    if (factors[1:], block[1:]) not in [((i, (0, m)), ((0, m), (0, i))) for m in (i, n)]:
         return None
     write = next(iter(target[0][-1].users), None)
     if not match.is_call(write, aten.copy_.default) or write.args[0] is not target[0][-1] or write.users:
         return None
     for own, summed in match.operands(write.args[1], *match.ADD):
-        calls = _sum_of_products(summed, row[0][-1], block[0][-1])
+        calls = _sum_of_products(summed, factors[0][-1], block[0][-1])
         if calls is not None and _copied(own) is row[0][-1]:
             return [own, *calls, write.args[1], write]
     return None
@@ -197,14 +206,15 @@ def _sum_of_products(summed: Any, row: fx.Node, block: fx.Node) -> list[fx.Node]
     product, dims = summed.args[:2]
     if [d % match.rank(product) for d in dims] != [match.rank(product) - 2]:
         return None
-    for column, other in match.operands(product, *match.MUL):
+    for factor, other in match.operands(product, *match.MUL):
+        column = _copied(factor)
         if (
             match.is_call(column, aten.unsqueeze.default)
             and column.args[1] % match.rank(column) == match.rank(column) - 1
             and _copied(column.args[0]) is row
             and _copied(other) is block
         ):
-            return [column.args[0], other, column, product, summed]
+            return [column.args[0], other, column, factor, product, summed]
     return None
 
 

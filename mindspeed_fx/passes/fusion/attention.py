@@ -104,7 +104,7 @@ def _from_softmax(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Nod
         ):
             raise Miss(f"the softmax is over dimension {node.args[1]}; attention's is over the last, the keys")
         return None, []
-    einsum.as_matmul(gm, node)
+    node = einsum.as_matmul(gm, node)
     root, v, after, cut, drop, cleared = _weighted_sum(node)
     if root is None:
         return None, []

@@ -57,6 +57,21 @@ def test_the_inverse_itself():
     assert report.counts[NAME] == 1 and not skips(report)
 
 
+@pytest.mark.parametrize("rows, count", [(lambda i: slice(None), 1), (lambda i: slice(i + 1), 0)])
+def test_whole_rows_with_their_zeros(rows, count):
+    """The reference of flash-linear-attention: the row is read twice, with its zeros for all rows of the block."""
+
+    def f(a, b):
+        own = -a.masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(0), 0)
+        for i in range(1, 5):
+            own[..., i, :i] = own[..., i, :i].clone() + (
+                own[..., i, rows(i), None].clone() * own[..., rows(i), :i].clone()
+            ).sum(-2)
+        return (own + torch.eye(5, dtype=a.dtype)) @ b
+
+    assert function_agrees(f, system(), right()).counts[NAME] == count
+
+
 def test_what_does_not_fit_the_system_is_multiplied():
     """A right-hand side that is broadcast."""
     report = function_agrees(lambda a, b: inverse(a) @ b, system(), right(batch=()))

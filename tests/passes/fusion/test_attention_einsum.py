@@ -51,3 +51,34 @@ def test_an_einsum_that_is_no_product_of_matrices_says_why():
     ):
         report = function_agrees(f, *(double(2, 4, 6, 8) for _ in range(3)), *extra)
         assert report.counts[NAME] == 0 and words in report.skipped(NAME)[0].reason
+
+
+@pytest.mark.parametrize("spelling", ["causal", "mask", "broadcast", "keys first"])
+def test_heads_between_rows_and_columns(spelling):
+    """DeepSeek's own code: scores [batch, queries, heads, keys]."""
+
+    def f(q, k, v, mask):
+        scores = torch.einsum("bthd,bshd->bsht", k, q) if spelling == "keys first" else None
+        scores = torch.einsum("bshd,bthd->bsht", q, k) * 0.3 if scores is None else scores
+        if spelling == "causal":
+            scores = scores + torch.full((6, 6), float("-inf"), dtype=q.dtype).triu_(1).unsqueeze(1)
+        if spelling == "mask":
+            scores = scores.masked_fill(~mask[:, None], float("-inf"))
+        if spelling == "broadcast":
+            scores = scores + mask[0].to(q.dtype)
+        weights = scores.softmax(dim=-1, dtype=torch.float64).type_as(q)
+        return torch.einsum("bsht,bthd->bshd", weights, v)
+
+    report = function_agrees(f, *(double(2, 6, 4, d) for d in (12, 12, 8)), torch.ones(6, 6, dtype=torch.bool).tril())
+    assert report.counts[NAME] == 1 and not report.skipped(NAME)
+    run = next(r for r in report.graphs[0].runs if r.report.name == NAME)
+    assert "aten.einsum" not in run.after and ("None, True, 0.3" in run.after) == (spelling == "causal")
+
+
+def test_scores_that_are_read_elsewhere_keep_their_order():
+    def f(q, k, v):
+        weights = torch.einsum("bshd,bthd->bsht", q, k).softmax(-1)
+        return torch.einsum("bsht,bthd->bshd", weights, v), weights
+
+    report = function_agrees(f, *(double(2, 6, 4, 8) for _ in range(3)))
+    assert report.counts[NAME] == 0 and report.skipped(NAME)

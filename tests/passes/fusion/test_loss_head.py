@@ -111,3 +111,22 @@ def test_a_scale_of_several_dimensions_becomes_a_vector():
         scale.meta["val"] = torch.empty(shape)
         made = loss_head._single(lambda *call: call, scale)
         assert made == ((torch.ops.aten.reshape.default, scale, [1]) if is_view else scale)
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_scale_that_is_another_number_in_every_call(biased):
+    """A float argument is a symbol from its second value on."""
+
+    def f(x, w, b, scale):
+        return loss(F.linear(x, w, b if biased else None) * scale)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(f, backend="mindspeed", options={"codegen": "eager"})
+    for scale in (1.0, 0.5, 0.7):
+        inputs = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((6, 5), (7, 5), (7,))]
+        results = []
+        for call in (f, compiled):
+            value = call(*inputs, scale)
+            results.append((value, *torch.autograd.grad(value, inputs[: 2 + biased])))
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other)

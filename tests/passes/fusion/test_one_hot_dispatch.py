@@ -64,7 +64,18 @@ def summed_choices(gates):
     return each.sum(1)
 
 
-GATES = (top1, top2, by_choices, summed_choices)
+def kept_by_and(gates):
+    """A switch as outside users write it: a token is kept where it has a place *and* that place is in the capacity."""
+    gate, chosen = gates.max(-1)
+    mask = F.one_hot(chosen, EXPERTS)
+    order = (torch.cumsum(mask, 0) - 1) * mask
+    kept = (order < CAPACITY) & mask.bool()
+    where = (order * kept).sum(-1)
+    dispatch = F.one_hot(where, CAPACITY).to(gates.dtype)[:, None, :] * kept[..., None].to(gates.dtype)
+    return dispatch * (gate * kept.any(-1))[:, None, None]
+
+
+GATES = (top1, top2, by_choices, summed_choices, kept_by_and)
 
 
 def layer(gate, dispatch="sec,sm->ecm", combine="sec,ecm->sm"):
@@ -86,7 +97,7 @@ def products(report):
 
 
 @pytest.mark.parametrize(
-    "gate", [pytest.param(g, id=g.__name__, marks=() if g is top2 else pytest.mark.slow) for g in GATES]
+    "gate", [pytest.param(g, id=g.__name__, marks=() if g in (top2, kept_by_and) else pytest.mark.slow) for g in GATES]
 )
 def test_dispatch_and_combine(gate):
     report = function_agrees(layer(gate), *inputs())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import torch.fx as fx
 
 from mindspeed_fx.compat import symbols
@@ -74,13 +75,11 @@ def head_of(logits: fx.Node) -> Head | str | None:
     b = product(n)[2]
     for _i, step in enumerate(steps):
         b = step.other if step.kind == "bias" else b
-        if (
-            step.kind == "scale"
-            and b is not None
-            and isinstance(step.other, fx.Node)
-            and match.value(step.other).numel() != 1
-        ):
-            return "the linear has a bias, which would be scaled token by token"
+        if step.kind == "scale" and b is not None and isinstance(step.other, fx.Node):
+            if not isinstance(match.value(step.other), torch.Tensor):
+                return "the linear has a bias, which would be scaled by a number that changes from call to call"
+            if match.value(step.other).numel() != 1:
+                return "the linear has a bias, which would be scaled token by token"
     return Head(n, steps, [n, *region[::-1]])
 
 

@@ -193,6 +193,12 @@ def _read_mul(r: Reader, n: fx.Node) -> Sparse | None:
     return None
 
 
+def _read_and(r: Reader, n: fx.Node) -> Sparse | None:
+    """Of booleans the product."""
+    booleans = all(isinstance(x, fx.Node) and match.value(x).dtype == torch.bool for x in n.args)
+    return _read_mul(r, n) if booleans else None
+
+
 def _with(r: Reader, sparse: Sparse, term: Term, other: Any, dims: int, target: Any) -> Term | None:
     """``term`` times (or divided by) a number or a dense tensor."""
     if match.number(other) is not None:
@@ -358,6 +364,7 @@ _HANDLERS = {
     **dict.fromkeys((aten.to.dtype, aten._to_copy.default), _cast),
     aten.unsqueeze.default: _read_unsqueeze,
     **dict.fromkeys((*match.MUL, *match.DIV), _read_mul),
+    **dict.fromkeys((aten.__and__.Tensor, aten.bitwise_and.Tensor, aten.logical_and.default), _read_and),
     aten.add.Tensor: _read_add,
     aten.sum.dim_IntList: _read_sum,
     aten.einsum.default: _einsum,

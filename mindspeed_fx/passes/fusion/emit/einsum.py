@@ -4,10 +4,13 @@
 spelling. Labels are
 read, never letters: of "ibnd,jbnd->bnij" d is summed, i and j are rows and columns, b and n are both tensors'. A label
 of the first tensor alone that stays before the rows (a group of heads that share keys) repeats the other tensor.
+Scores whose heads stand between rows and columns ("bshd,bthd->bsht" of DeepSeek's own code) are computed with their
+rows beside the columns, and what is done to them up to the product with v follows.
 """
 
 from __future__ import annotations
 
+import torch
 import torch.fx as fx
 
 from mindspeed_fx.graph import match, rewrite
@@ -16,9 +19,23 @@ from mindspeed_fx.graph.match import aten
 
 BETWEEN = (aten.to.dtype, aten.dropout.default, aten.masked_fill.Scalar, aten.masked_fill.Tensor, *match.RESHAPES)
 
+POINTWISE = (
+    *match.MUL,
+    *match.DIV,
+    aten.add.Tensor,
+    aten.sub.Tensor,
+    aten.to.dtype,
+    aten.masked_fill.Scalar,
+    aten.masked_fill.Tensor,
+    aten.where.self,
+)
 
-def as_matmul(gm: fx.GraphModule, softmax: fx.Node) -> None:
-    """Rewrite the einsums that make the scores of ``softmax`` and multiply its weights, in place; others stay."""
+
+def as_matmul(gm: fx.GraphModule, softmax: fx.Node) -> fx.Node:
+    """Rewrite the einsums that make the scores of ``softmax`` and multiply its weights, in place; others stay. The
+    softmax, which is another node where the order of its dimensions changed.
+    """
+    softmax = _rows_beside_columns(gm, softmax)
     scores = softmax.args[0]
     for _ in range(16):
         if (
@@ -43,6 +60,90 @@ def as_matmul(gm: fx.GraphModule, softmax: fx.Node) -> None:
     if match.is_call(scores, aten.einsum.default):
         _product_of_q_and_k(gm, scores)
     _weights_on_the_left(gm, softmax)
+    return softmax
+
+
+def _rows_beside_columns(gm: fx.GraphModule, softmax: fx.Node) -> fx.Node:
+    """Scores "bsht" of q "bshd" and k "bthd" as "bhst", and so all that is done to each of them until the product with
+    v; ``softmax`` itself where it is anything else.
+    """
+    chain = _alone_between_einsums(softmax)
+    labels = _labels(chain[0]) if chain else None
+    if labels is None or _labels(chain[-1]) is None:
+        return softmax
+    a, b, out, _ = labels
+    q, k = (b, a) if out[-1] in a else (a, b)
+    rows = [label for label in out[:-1] if label in q and label not in k]
+    if len(rows) != 1 or rows[0] == out[-2] or out[-1] in q:
+        return softmax
+    row = out.index(rows[0])
+    order = [i for i in range(len(out)) if i not in (row, len(out) - 1)] + [row, len(out) - 1]
+    renamed = "".join(out[i] for i in order)
+    new = {
+        chain[0]: rewrite.insert(
+            gm, chain[0], aten.einsum.default, (f"{''.join(a)},{''.join(b)}->{renamed}", list(chain[0].args[1]))
+        )
+    }
+    for n in chain[1:-1]:
+        args = [new.get(x) or _with_order(gm, n, x, order) for x in n.args]
+        new[n] = rewrite.insert(gm, n, n.target, tuple(args), dict(n.kwargs))
+    last, weights = chain[-1], chain[-2]
+    left, result = last.args[0].replace(" ", "").split("->")
+    words = [
+        "".join(word[i] for i in order) if x is weights else word for word, x in zip(left.split(","), last.args[1])
+    ]
+    tensors = [new[weights] if x is weights else x for x in last.args[1]]
+    _replace(gm, last, rewrite.insert(gm, last, aten.einsum.default, (f"{','.join(words)}->{result}", tensors)))
+    for n in reversed(chain[:-1]):
+        gm.graph.erase_node(n)
+    return new[softmax]
+
+
+def _alone_between_einsums(softmax: fx.Node) -> list[fx.Node]:
+    """The einsum that makes the scores, every call on them through ``softmax``, and the einsum with v; [] where
+    anything else reads one of them, or one does not act on each score by itself.
+    """
+    chain = [softmax]
+    while not match.is_call(chain[0], aten.einsum.default):
+        own = [
+            x
+            for x in chain[0].all_input_nodes
+            if match.is_float(x) and match.is_call(x, *POINTWISE, aten.einsum.default) and _follows(x, chain[0])
+        ]
+        if len(own) != 1:
+            return []
+        chain.insert(0, own[0])
+    while not match.is_call(chain[-1], aten.einsum.default):
+        user = next(iter(chain[-1].users), None)
+        if user is None or not match.is_call(user, aten.to.dtype, aten.einsum.default):
+            return []
+        if not match.is_call(user, aten.einsum.default) and not _follows(chain[-1], user):
+            return []
+        chain.append(user)
+    return chain if all(len(n.users) == 1 for n in chain[:-1]) and not any(n.meta["mutated"] for n in chain) else []
+
+
+def _follows(x: fx.Node, n: fx.Node) -> bool:
+    """``n`` has the dimensions of ``x``, which it alone reads, as one of its arguments."""
+    return list(x.users) == [n] and match.value(x).shape == match.value(n).shape and list(n.args).count(x) == 1
+
+
+def _with_order(gm: fx.GraphModule, before: fx.Node, x: object, order: list[int]) -> object:
+    """``x``, which is broadcast to the dimensions of the scores, with its dimensions in ``order``; what the model laid
+    between rows and columns is left away, so that a causal mask is read as one.
+    """
+    if not isinstance(x, fx.Node) or not isinstance(match.value(x), torch.Tensor) or match.value(x).dim() < 2:
+        return x
+    count, source = len(order), x
+    dims = list(range(count - match.value(x).dim(), count))
+    while match.is_call(source, aten.unsqueeze.default) and not source.meta["mutated"]:
+        del dims[source.args[1] % match.rank(source)]
+        source = source.args[0]
+    if [order.index(d) for d in dims] == list(range(count - len(dims), count)):
+        return source
+    for _ in range(count - match.value(x).dim()):
+        x = rewrite.insert(gm, before, aten.unsqueeze.default, (x, 0))
+    return rewrite.insert(gm, before, aten.permute.default, (x, order))
 
 
 def _weights_on_the_left(gm: fx.GraphModule, weights: fx.Node) -> None:
