@@ -38,7 +38,7 @@ from mindspeed_fx.kernels.lower import lower
 from mindspeed_fx.kernels.npu import acl_graph
 from mindspeed_fx.layers import leave_out
 from mindspeed_fx.options import Options
-from mindspeed_fx.partition import written_inputs
+from mindspeed_fx.partition import written_inputs, zeros
 from mindspeed_fx.partition.order import prepare_early
 from mindspeed_fx.partition.partitioner import Partitioner
 from mindspeed_fx.partition.shorten import Shortened
@@ -266,6 +266,7 @@ class Compilation:
         self.gathers.mark(joint)
         self.freed.mark(joint)
         written_inputs.keep_old_values(joint)
+        zeros.fill_zeros(joint)
         progress.enter("joint passes")
         with self._timed("passes"):
             self.pipeline.run("joint", "joint", joint, self.record, self.readable, self.sharding)
