@@ -116,12 +116,14 @@ class Operator:
         for lowering in self.lowerings.get(target, ()):
             reason = lowering.supports(*args, **kwargs)
             if reason is None and codegen and not lowering.beats_codegen:
+                # The same kernel may stand before it, for arguments with which it beats generated code.
+                if any(said.startswith(f"{lowering.kernel}: ") for said in reasons):
+                    continue
                 reason = "generated code fuses with its neighbours; no measurement shows this kernel to be faster"
             if reason is None:
                 return lowering, reasons
-            # One kernel may stand here twice, first for arguments with which it beats generated code.
-            if not any(said.startswith(f"{lowering.kernel}: ") for said in reasons):
-                reasons.append(f"{lowering.kernel}: {reason}")
+            if (said := f"{lowering.kernel}: {reason}") not in reasons:
+                reasons.append(said)
         return None, reasons
 
 
