@@ -93,9 +93,10 @@ def main(rounds: int) -> None:
             f"{start}: inductor {medians[start, 'inductor']:.2f} s, mindspeed {medians[start, 'mindspeed']:.2f} s, "
             f"ratio {medians[start, 'mindspeed'] / medians[start, 'inductor']:.3f}"
         )
-    for name in ("capture", "passes", "lowering"):
-        share = statistics.median(r[name] / r["seconds"] for r in results["cold", "mindspeed"])
-        print(f"cold, share of {name}: {share:.1%}")
+    for start in ("cold", "warm"):
+        rows = results[start, "mindspeed"]
+        shares = {n: statistics.median(r[n] / r["seconds"] for r in rows) for n in ("capture", "passes", "lowering")}
+        print(f"{start}, our own share: " + ", ".join(f"{name} {share:.1%}" for name, share in shares.items()))
     calls = overhead()
     print(
         f"one call: inductor {calls['inductor']:.1f} us, mindspeed {calls['mindspeed']:.1f} us, difference "

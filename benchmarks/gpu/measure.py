@@ -179,8 +179,8 @@ def _untimed(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def of_each(rivals: dict[str, Any], value: Callable[[str, Any], float | str]) -> dict[str, float | str]:
-    """Rival -> ``value(name, rival)``, or "failed: ..."; what failed leaves ``rivals``, as do all after one that was too
-    late.
+    """Rival -> ``value(name, rival)``, or "failed: ..."; what failed leaves ``rivals``, as do all after one that was
+    too late.
     """
     result: dict[str, float | str] = {}
     for name, rival in list(rivals.items()):
