@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from mindspeed_fx.compat import fake
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.passes.base import Context, Miss, Outcome, PassReport, calls, register, rewrite_each, site
@@ -42,12 +43,15 @@ def forward_substitution(gm: fx.GraphModule, context: Context) -> PassReport:
 
 def _rewrite(gm: fx.GraphModule, node: fx.Node, place: dict[fx.Node, int]) -> Outcome:
     rows = next((a for a, b in match.operands(node, *match.ADD) if _is_eye(b) and match.is_float(a)), None)
-    if rows is None or not rows.meta.get("mutated") or match.value(rows).shape[-1] <= FEWEST:
+    size = match.value(rows).shape[-1] if rows is not None else None
+    if rows is None or not rows.meta.get("mutated") or not isinstance(size, int) or size <= FEWEST:
         return None
     if match.value(rows).dtype not in (torch.float32, torch.float64):
         return f"torch solves no triangular system in {match.value(rows).dtype}".replace("torch.", "")
     system, negated = _strictly_lower(rows)
     region = _substitution(rows, node, place)
+    if reason := _seen_elsewhere(rows, [*region, node]):
+        return reason
     if system.meta.get("mutated"):
         return f"{system.name} is changed in place"
     if len({n.meta["grad_enabled"] for n in (*region, node)}) > 1:
@@ -94,7 +98,7 @@ def _strictly_lower(rows: fx.Node) -> tuple[fx.Node, bool]:
         Miss: nothing says that the rest is zero.
     """
     a, negated, below = rows, False, False
-    while True:
+    while a is rows or not a.meta.get("mutated"):
         if match.is_call(a, aten.neg.default):
             negated = not negated
         elif match.is_call(a, aten.tril.default) and match.argument(a, "diagonal", 0) == -1:
@@ -143,6 +147,17 @@ def _substitution(rows: fx.Node, last: fx.Node, place: dict[fx.Node, int]) -> li
     if (other := next(uses, None)) is not None or place[last] < after:
         raise Miss(f"{(other or last).name} reads {rows.name}, too")
     return list(dict.fromkeys(region))
+
+
+def _seen_elsewhere(rows: fx.Node, region: list[fx.Node]) -> str | None:
+    """Why somebody else has part in the rounds, which will be gone: a value of theirs is read or changed."""
+    own, storage = set(region), fake.storage_of(match.value(rows))
+    for n in region[1:-1]:
+        if any(u not in own for u in n.users):
+            return f"{n.name} is read outside of the substitution"
+        if n.meta.get("mutated") and fake.storage_of(match.value(n)) != storage:
+            return f"{n.name} is changed in place"
+    return None
 
 
 View = tuple[list[fx.Node], tuple[int, int] | int, tuple[int, int]]

@@ -109,3 +109,31 @@ def test_rows_whose_gradients_are_off_stay():
 
     report = function_agrees(f, system())
     assert report.counts[NAME] == 0 and any("no_grad" in r for r in skips(report)), skips(report)
+
+
+def changed_before(a):
+    lower = a.tril(-1)
+    lower.mul_(2)
+    return -lower
+
+
+def test_rows_made_of_what_was_changed_stay():
+    report = function_agrees(lambda a: inverse(a * 0.1, sub=changed_before), system())
+    assert report.counts[NAME] == 0 and skips(report), report.counts
+
+
+@pytest.mark.parametrize("what, reason", [("row", "not what"), ("block", "outside"), ("step", "outside")])
+def test_rounds_that_somebody_else_has_part_in_stay(what, reason):
+    def f(a):
+        rows, seen = -(a * 0.1).tril(-1), 0
+        for i in range(1, a.shape[-1]):
+            row, block = rows[..., i, :i].clone(), rows[..., :i, :i].clone()
+            if what == "row":
+                row.mul_(1.5)
+            step = row + (row.unsqueeze(-1) * block).sum(-2)
+            rows[..., i, :i] = step
+            seen = seen + {"row": 0, "block": block.sum(), "step": step.sum()}[what]
+        return rows + torch.eye(a.shape[-1], dtype=a.dtype) + seen
+
+    report = function_agrees(f, system())
+    assert report.counts[NAME] == 0 and any(reason in r for r in skips(report)), skips(report)
