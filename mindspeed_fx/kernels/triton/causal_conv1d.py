@@ -2,8 +2,8 @@
 weight from where it lies; that dimension of memory which is last is the tile's last.
 
 The gradient of the sums is written in float32 where there is an activation, and dx is the same convolution the other
-way; sums over tokens are left per tile and added by one sum: deterministic, no atomics. Source: the formulas of
-mindspeed_fx/kernels/causal_conv1d.py.
+way; sums over tokens are left per chunk of them and added by one sum: deterministic, no atomics. Source: the formulas
+of mindspeed_fx/kernels/causal_conv1d.py.
 """
 
 from __future__ import annotations
@@ -13,10 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mindspeed_fx.kernels.triton.launch import launch, programs, warps
+from mindspeed_fx.kernels.triton import column_sums
+from mindspeed_fx.kernels.triton.launch import launch, power_of_two, programs
 
-TOKENS, CHANNELS = 32, 128
-"""A tile, for memory whose last dimension are the channels; the other way round where it is the sequence."""
+TILES = {"rows": (32, 128), "float32": (32, 64), "sums": (8, 1024)}
+"""Tokens and channels of a tile, for memory whose last dimension are the channels (the other way round where it is the
+sequence): of a 16-bit sequence, of one in float32, and of the sums over tokens, which a thread adds up for its channels
+alone. Measured: benchmarks/results/2026-11-27-gpu_sweeps.txt.
+"""
+
+WARPS = {"rows": 8, "float32": 4, "sums": 4}
 
 
 @triton.jit
@@ -81,34 +87,44 @@ def causal_conv1d_rows(
 
 @triton.jit
 def causal_conv1d_sums(
-    grad_ptr, x_ptr, w_ptr, b_ptr, g_ptr, partial_ptr, batch, seq, grad0, x0,
+    grad_ptr, x_ptr, w_ptr, b_ptr, g_ptr, partial_ptr, batch, seq, chunks, grad0, x0,
     C: tl.constexpr, K: tl.constexpr, GT: tl.constexpr, GC: tl.constexpr, XT: tl.constexpr, XC: tl.constexpr,
     YT: tl.constexpr, YC: tl.constexpr, Y0: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, LAST: tl.constexpr,
-    T_TILE: tl.constexpr, C_TILE: tl.constexpr
+    T_TILE: tl.constexpr, C_TILE: tl.constexpr, SUMS: tl.constexpr
 ):  # fmt: skip
-    """partial [tiles of tokens, K + 1, C]: sums of g x[t - K + 1 + j], and of g, the gradient of the sums; g itself
-    with SILU."""
+    """partial [chunks, K + 1, C]: sums of g x[t - K + 1 + j], and of g, the gradient of the sums; g itself with SILU.
+    A chunk takes every ``chunks``-th tile of tokens. SUMS: a power of two of at least K + 1.
+    """
     AXIS: tl.constexpr = 0 if LAST else 1
-    items = batch * ((seq + T_TILE - 1) // T_TILE) * ((C + C_TILE - 1) // C_TILE)
-    for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        n, line, first_t, first_c, t, c = conv_place(item, batch, seq, C, LAST, T_TILE, C_TILE)
-        inside = (first_t + t < seq) & (first_c + c < C)
-        grad = conv_tile(grad_ptr + n * grad0, first_t, first_c, GT, GC)
-        g = tl.load(grad + t * GT + c * GC, mask=inside, other=0.0).to(tl.float32)
-        if SILU:
-            y = conv_sums(x_ptr + n * x0, w_ptr, b_ptr, first_t, first_c, t, c, seq, XT, XC, C, K, BIAS, False)
-            half = tl.sigmoid(y)
-            g *= half * (1.0 + y * (1.0 - half))
-            tl.store(conv_tile(g_ptr + n * seq * Y0, first_t, first_c, YT, YC) + t * YT + c * YC, g, mask=inside)
-        x = conv_tile(x_ptr + n * x0, first_t, first_c, XT, XC)
-        channels = first_c + tl.arange(0, C_TILE)
-        out = partial_ptr + line * (K + 1) * C + channels
-        for j in tl.static_range(K):
-            at = t - (K - 1 - j)
-            here = (first_t + at >= 0) & (first_t + at < seq) & (first_c + c < C)
-            near = tl.load(x + at * XT + c * XC, mask=here, other=0.0).to(tl.float32)
-            tl.store(out + j * C, tl.sum(g * near, axis=AXIS), mask=channels < C)
-        tl.store(out + K * C, tl.sum(g, axis=AXIS), mask=channels < C)
+    C_TILES: tl.constexpr = (C + C_TILE - 1) // C_TILE
+    lines = batch * ((seq + T_TILE - 1) // T_TILE)
+    which = tl.arange(0, SUMS)[:, None]
+    channels = tl.arange(0, C_TILE)[None, :]
+    for work in range(tl.program_id(0), chunks * C_TILES, tl.num_programs(0)):
+        chunk = work // C_TILES
+        sums = tl.zeros([SUMS, C_TILE], tl.float32)
+        for line in range(chunk, lines, chunks):
+            n, _, first_t, first_c, t, c = conv_place(
+                line * C_TILES + work % C_TILES, batch, seq, C, LAST, T_TILE, C_TILE
+            )
+            inside = (first_t + t < seq) & (first_c + c < C)
+            grad = conv_tile(grad_ptr + n * grad0, first_t, first_c, GT, GC)
+            g = tl.load(grad + t * GT + c * GC, mask=inside, other=0.0).to(tl.float32)
+            if SILU:
+                y = conv_sums(x_ptr + n * x0, w_ptr, b_ptr, first_t, first_c, t, c, seq, XT, XC, C, K, BIAS, False)
+                half = tl.sigmoid(y)
+                g *= half * (1.0 + y * (1.0 - half))
+                tl.store(conv_tile(g_ptr + n * seq * Y0, first_t, first_c, YT, YC) + t * YT + c * YC, g, mask=inside)
+            x = conv_tile(x_ptr + n * x0, first_t, first_c, XT, XC)
+            for j in tl.static_range(K):
+                at = t - (K - 1 - j)
+                here = (first_t + at >= 0) & (first_t + at < seq) & (first_c + c < C)
+                near = tl.load(x + at * XT + c * XC, mask=here, other=0.0).to(tl.float32)
+                sums += tl.where(which == j, tl.sum(g * near, axis=AXIS)[None, :], 0.0)
+            sums += tl.where(which == K, tl.sum(g, axis=AXIS)[None, :], 0.0)
+        first_c = (work % C_TILES) * C_TILE
+        out = partial_ptr + tl.cast(chunk, tl.int64) * (K + 1) * C + first_c
+        tl.store(out + which * C + channels, sums, mask=(which <= K) & (first_c + channels < C))
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
@@ -124,19 +140,22 @@ def backward(grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, silu:
     last, dx, grad = _channels_last(x), _like(x), _tight(grad)
     x, turned = _tight(x), weight.t().contiguous()
     g = _like(x, torch.float32) if silu else grad
-    tile = _tile(last)
-    lines = batch * -(-seq // tile["T_TILE"])
-    partial = x.new_empty((lines, size + 1, channels), dtype=torch.float32)
+    tile = _tile("sums", last, channels)
+    lines, tiles = batch * -(-seq // tile["T_TILE"]), -(-channels // tile["C_TILE"])
+    # Every chunk leaves sums: as few programs as keep the registers full.
+    chunks = max(1, programs(x, lines * tiles, WARPS["sums"], 8) // tiles)
+    partial = x.new_empty((chunks, size + 1, channels), dtype=torch.float32)
     launch(
         causal_conv1d_sums,
-        programs(x, lines * -(-channels // tile["C_TILE"]), warps(TOKENS * CHANNELS), 64),
-        grad, x, turned, turned if bias is None else bias, g, partial, batch, seq, grad.stride(0), x.stride(0),
-        num_warps=warps(TOKENS * CHANNELS),
+        chunks * tiles,
+        grad, x, turned, turned if bias is None else bias, g, partial, batch, seq, chunks, grad.stride(0), x.stride(0),
+        num_warps=WARPS["sums"],
         C=channels, K=size, GT=grad.stride(2), GC=grad.stride(1), XT=x.stride(2), XC=x.stride(1),
-        YT=dx.stride(2), YC=dx.stride(1), Y0=channels, BIAS=bias is not None, SILU=silu, LAST=last, **tile,
+        YT=dx.stride(2), YC=dx.stride(1), Y0=channels, BIAS=bias is not None, SILU=silu, LAST=last,
+        SUMS=power_of_two(size + 1), **tile,
     )  # fmt: skip
     _convolve(g, weight, None, dx, False, True)
-    sums = partial.sum(0)
+    sums = column_sums.sums(partial.flatten(1), torch.float32).view(size + 1, channels)
     dbias = x.new_empty(0) if bias is None else sums[size].to(bias.dtype)
     return dx, sums[:size].t().contiguous().to(weight.dtype), dbias
 
@@ -144,20 +163,26 @@ def backward(grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, silu:
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, silu: bool, back: bool) -> None:
     (batch, channels, seq), x = x.shape, _tight(x)
     last, turned = _channels_last(y), weight.t().contiguous()
-    tile = _tile(last)
+    kind = "float32" if x.dtype == torch.float32 else "rows"
+    tile = _tile(kind, last, channels)
     items = batch * -(-seq // tile["T_TILE"]) * -(-channels // tile["C_TILE"])
     launch(
         causal_conv1d_rows,
-        programs(x, items, warps(TOKENS * CHANNELS), 64),
+        programs(x, items, WARPS[kind], None if kind == "float32" else 64),
         x, turned, turned if bias is None else bias, y, batch, seq, x.stride(0),
-        num_warps=warps(TOKENS * CHANNELS),
+        num_warps=WARPS[kind],
         C=channels, K=weight.shape[1], XT=x.stride(2), XC=x.stride(1), YT=y.stride(2), YC=y.stride(1), Y0=channels,
         BIAS=bias is not None, SILU=silu, BACK=back, LAST=last, **tile,
     )  # fmt: skip
 
 
-def _tile(last: bool) -> dict[str, int]:
-    return {"T_TILE": TOKENS, "C_TILE": CHANNELS} if last else {"T_TILE": CHANNELS, "C_TILE": TOKENS}
+def _tile(kind: str, last: bool, channels: int) -> dict[str, int]:
+    """A tile of :data:`TILES`, with no more channels than there are, and no more tokens than REACH allows."""
+    if not last:
+        return {"T_TILE": 128, "C_TILE": 32}
+    tokens, wide = TILES[kind]
+    block = min(wide, power_of_two(channels))
+    return {"T_TILE": min(32, tokens * wide // block), "C_TILE": block}
 
 
 def _channels_last(x: Tensor) -> bool:

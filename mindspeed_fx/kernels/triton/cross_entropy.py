@@ -2,7 +2,8 @@
 once.
 
 Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax". The running maximum is one number per
-row, not one per lane: one exponential per logit keeps the special function units below the memory's pace.
+lane, of DEEP logits at a time, so that threads wait for each other once a row: nine exponentials for eight logits keep
+the special function units below the memory's pace. On an NPU, whose vectors want long sums, a row has one lane.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mindspeed_fx.kernels.triton.launch import as_rows, launch, power_of_two, programs, warps
+from mindspeed_fx.kernels.triton.launch import as_rows, launch, only_cuda, power_of_two, programs, warps
 
 BLOCK = 4096
 """Most logits of a block."""
+
+DEEP = 8
+"""Logits of a lane at a time: a load of 16 bytes in 16 bits."""
 
 
 @triton.jit
@@ -31,29 +35,32 @@ def cross_entropy_forward(
     V: tl.constexpr,
     STRIDE: tl.constexpr,
     SMOOTH: tl.constexpr,
+    LANES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    EACH: tl.constexpr = BLOCK // LANES
     for row in range(tl.program_id(0), count, tl.num_programs(0)):
         base = logits_ptr + tl.cast(row, tl.int64) * STRIDE
         # Finite, so that a block of nothing but -inf (a masked vocabulary) leaves the sum at zero instead of NaN.
-        top = -3.4e38
-        total = 0.0
-        plain = 0.0
+        top = tl.full([LANES], -3.4e38, tl.float32)
+        total = tl.zeros([LANES], tl.float32)
+        plain = tl.zeros([LANES], tl.float32)
         for start in range(0, V, BLOCK):
-            cols = start + tl.arange(0, BLOCK)
+            cols = start + tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
             x = tl.load(base + cols, mask=cols < V, other=float("-inf")).to(tl.float32)
-            higher = tl.maximum(top, tl.max(x, axis=0))
-            total = total * tl.exp(top - higher) + tl.sum(tl.exp(x - higher), axis=0)
+            higher = tl.maximum(top, tl.max(x, axis=1))
+            total = total * tl.exp(top - higher) + tl.sum(tl.exp(x - higher[:, None]), axis=1)
             top = higher
             if SMOOTH:
-                plain += tl.sum(tl.where(cols < V, x, 0.0), axis=0)
-        lse = tl.log(total) + top
+                plain += tl.sum(tl.where(cols < V, x, 0.0), axis=1)
+        highest = tl.max(top, axis=0)
+        lse = tl.log(tl.sum(total * tl.exp(top - highest), axis=0)) + highest
         target = tl.load(target_ptr + tl.cast(row, tl.int64) * target_stride)
         # A target outside the vocabulary gives NaN; ATen stops the device there.
         picked = tl.load(base + target, mask=(target >= 0) & (target < V), other=float("nan")).to(tl.float32)
         loss = lse - picked
         if SMOOTH:
-            loss = (1.0 - smoothing) * loss + smoothing * (lse - plain / V)
+            loss = (1.0 - smoothing) * loss + smoothing * (lse - tl.sum(plain, axis=0) / V)
         tl.store(loss_ptr + row, tl.where(target != ignore_index, loss, 0.0))
         tl.store(lse_ptr + row, lse)
 
@@ -95,8 +102,8 @@ def forward(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: 
     logits = as_rows(logits)
     count, n = logits.shape
     block = min(BLOCK, power_of_two(n))
-    num_warps = max(1, warps(block) // 2)  # fewer wait at the sums of a block: 85 for 75 % of the bandwidth
-    grid = programs(logits, count, num_warps, 64)
+    num_warps = warps(block)
+    grid = programs(logits, count, num_warps, None)
     args = (logits, target, loss, lse, count, target.stride(0), ignore_index, label_smoothing)
     launch(
         cross_entropy_forward,
@@ -106,6 +113,7 @@ def forward(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: 
         V=n,
         STRIDE=logits.stride(0),
         SMOOTH=bool(label_smoothing),
+        LANES=max(1, block // DEEP) if only_cuda(logits) else 1,
         BLOCK=block,
     )
     return loss, lse

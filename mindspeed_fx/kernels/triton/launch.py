@@ -35,14 +35,22 @@ def stages(x: Tensor, loaded: int) -> int:
     return 2 if x.device.type == "npu" else max(1, min(3, _shared_memory(x.device) * 3 // 4 // loaded))
 
 
-def programs(x: Tensor, work: int, num_warps: int, resident: int) -> int:
+def programs(x: Tensor, work: int, num_warps: int, resident: int | None) -> int:
     """Size of the grid: enough programs to put ``resident`` warps on every multiprocessor, no more than pieces of work;
-    on an NPU one for each vector core."""
+    None: one for each piece, where nothing is kept from one to the next. On an NPU one for each vector core.
+    """
     if x.device.type == "npu":
         return min(work, importlib.import_module("mindspeed_fx.kernels.triton.npu").cores(x.device))
-    return min(
-        work, _multiprocessors(x.device) * max(1, resident // num_warps) if x.device.type == "cuda" else INTERPRETED
-    )
+    if x.device.type != "cuda":
+        return min(work, INTERPRETED)
+    return work if resident is None else min(work, _multiprocessors(x.device) * max(1, resident // num_warps))
+
+
+def only_cuda(x: Tensor) -> bool:
+    """Whether a kernel that CUDA alone wants may be started for ``x``: not on an NPU, nor where its launches are
+    gathered.
+    """
+    return x.device.type != "npu" and not is_redirected()
 
 
 @functools.cache

@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mindspeed_fx.kernels.triton.launch import as_rows, launch, programs, stages
+from mindspeed_fx.kernels.triton import column_sums
+from mindspeed_fx.kernels.triton import layer_norm_backward_parts as parts
+from mindspeed_fx.kernels.triton.launch import as_rows, launch, only_cuda, programs, stages
 from mindspeed_fx.kernels.triton.layer_norm_parameter_gradients import parameter_gradients
 from mindspeed_fx.kernels.triton.rms_norm import SPLIT, rows_of_sums, whole_rows
 
@@ -23,8 +25,11 @@ FORWARD_WHOLE, BACKWARD_WHOLE = 2**15, 2**14
 STAGED = 4096
 """Elements of the widest row whose backward waits for the next ones beside it."""
 
-FORWARD_TILE, FORWARD_THREAD = 8192, 64
+FORWARD_TILE, FORWARD_THREAD = 4096, 64
 """Elements that a tile of the forward aims at, and those of a thread: few warps wait for each other at its two sums."""
+
+ALONE = 8192
+"""Elements of the widest row of which each tile is a program; of wider ones a program starts the next row early."""
 
 
 @triton.jit
@@ -277,11 +282,11 @@ def normalize(
         loaded = (1 + (residual is not None)) * tile["ROWS"] * tile["BLOCK"] * x.element_size()
         launch(
             layer_norm_forward,
-            programs(x, -(-count // tile["ROWS"]), num_warps, 32),
+            programs(x, -(-count // tile["ROWS"]), num_warps, None if n <= ALONE else 32),
             *args,
             num_warps=num_warps,
             **constants,
-            STAGES=min(2, stages(x, loaded)),
+            STAGES=1 if n <= ALONE else min(2, stages(x, loaded)),
             **tile,
         )
     return y, s, mean, rstd
@@ -349,6 +354,8 @@ def gradients(
             **needs,
             **tile,
         )
+    elif n <= parts.PART * parts.PARTS and only_cuda(x):
+        dw, db = parts.gradients_in_parts(g, others, lines, w, mean, rstd, dx, constants, needs)
     else:
         launch(
             layer_norm_backward_wide,
@@ -368,6 +375,6 @@ def gradients(
         dw, db = parameter_gradients(g, lines, mean, rstd, dx, needs)
     return (
         dx,
-        dw.sum(0).to(weight.dtype) if need_weight else x.new_empty(0),
-        db.sum(0) if need_bias else x.new_empty(0, dtype=torch.float32),
+        column_sums.sums(dw, weight.dtype) if need_weight else x.new_empty(0),
+        column_sums.sums(db, torch.float32) if need_bias else x.new_empty(0, dtype=torch.float32),
     )

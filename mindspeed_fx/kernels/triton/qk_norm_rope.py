@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mindspeed_fx.kernels.qk_norm_rope import result_dtype
+from mindspeed_fx.kernels.triton import column_sums
 from mindspeed_fx.kernels.triton.launch import launch, power_of_two, programs, warps
 from mindspeed_fx.kernels.triton.rope import element_place, leading, load_pairs, store_pairs
 
@@ -224,7 +225,7 @@ def backward(
     w = x if weight is None else weight.contiguous()
     args = (grad, x, w, rstd, cos, sin, dx, partial if need_weight else rstd, outer, inner, heads, *strides)
     launch(qk_norm_rope_backward, grid, *args, num_warps=num_warps, NEED_WEIGHT=need_weight, **constants, **tile)
-    return dx, partial.sum(0).to(weight.dtype) if need_weight else x.new_empty(0)
+    return dx, column_sums.sums(partial, weight.dtype) if need_weight else x.new_empty(0)
 
 
 def _rows(*tensors: Tensor) -> list[Tensor]:

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mindspeed_fx.kernels.triton.launch import THREAD, as_rows, launch, power_of_two, programs, stages, warps
+from mindspeed_fx.kernels.triton import column_sums
+from mindspeed_fx.kernels.triton.launch import THREAD, as_rows, launch, only_cuda, power_of_two, programs, stages, warps
 from mindspeed_fx.kernels.triton.rms_norm_weight_gradient import TILE, weight_gradient
 
 FORWARD_WHOLE, BACKWARD_WHOLE = 2**16, 2**15
@@ -22,6 +23,10 @@ FORWARD_WHOLE, BACKWARD_WHOLE = 2**16, 2**15
 
 STAGED = 8192
 """Elements of the widest row whose backward waits for the next ones beside it; wider rows take all registers."""
+
+HELD = 12288
+"""Elements of the widest row that the backward holds from its first half to its second: 16,384 are faster read again,
+12,288 are not (benchmarks/results/2026-11-27-gpu_sweeps.txt)."""
 
 SPLIT = 16384
 """Column block of wider rows: one program of 32 warps per multiprocessor, so that the rows in flight stay in the L2
@@ -139,10 +144,12 @@ def rms_norm_backward(
     WEIGHT: tl.constexpr,
     NEED_WEIGHT: tl.constexpr,
     CAST_FIRST: tl.constexpr,
+    RELOAD: tl.constexpr,
     STAGES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """RELOAD: rows are read again for the second half, from the cache: held, they and the sums fill the registers."""
     lines = tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)[None, :]
     dw = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -159,6 +166,14 @@ def rms_norm_backward(
         if WEIGHT:
             h = g * tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
         mean = tl.sum(h * normal, axis=1)[:, None] / N
+        if RELOAD:
+            x_at, g_at = base * X_STRIDE + lines[:, None] * X_STRIDE + cols, base * G_STRIDE + lines[:, None] * G_STRIDE
+            x = tl.load(x_ptr + x_at, mask=mask, other=0.0, eviction_policy="evict_first")
+            g = tl.load(g_ptr + g_at + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            normal = x.to(tl.float32) * rstd
+            h = g
+            if WEIGHT:
+                h = g * tl.load(w_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
         dx = rstd * (h - normal * mean)
         if PLUS:
             dx += tl.load(plus_ptr + base * PLUS_STRIDE + lines[:, None] * PLUS_STRIDE + cols, mask=mask, other=0.0).to(
@@ -248,7 +263,7 @@ def normalize(
     tile, num_warps = whole_rows(n)
     launch(
         rms_norm_forward,
-        programs(x, -(-count // tile["ROWS"]), num_warps, 64),
+        programs(x, -(-count // tile["ROWS"]), num_warps, None),
         *args,
         num_warps=num_warps,
         **constants,
@@ -302,9 +317,10 @@ def gradients(
             **constants,
             NEED_WEIGHT=need_weight,
             CAST_FIRST=cast_first,
+            RELOAD=n > HELD and only_cuda(x),
             **tile,
         )
-        return dx, partial.sum(0).to(weight.dtype) if need_weight else x.new_empty(0)
+        return dx, column_sums.sums(partial, weight.dtype) if need_weight else x.new_empty(0)
     launch(
         rms_norm_backward_wide,
         programs(x, count, 32, 32),
@@ -319,7 +335,7 @@ def gradients(
         **constants,
         BLOCK=SPLIT,
     )
-    return dx, weight_gradient(g, lines, rstd, cast_first).to(weight.dtype) if need_weight else x.new_empty(0)
+    return dx, weight_gradient(g, lines, rstd, cast_first, weight.dtype) if need_weight else x.new_empty(0)
 
 
 def whole_rows(n: int, tile: int = TILE, thread: int = THREAD) -> tuple[dict[str, int], int]:

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mindspeed_fx.kernels.triton import column_sums
 from mindspeed_fx.kernels.triton.launch import launch, programs, warps
 
 TILE = 4096
@@ -49,8 +50,8 @@ def rms_norm_weight_gradient(
         tl.store(partial_ptr + chunk * N + cols, tl.sum(dw, axis=0), mask=cols < N)
 
 
-def weight_gradient(g: Tensor, x: Tensor, rstd: Tensor, cast_first: bool) -> Tensor:
-    """Float32 sum over rows of g * x * rstd, where one program cannot hold a whole row of sums."""
+def weight_gradient(g: Tensor, x: Tensor, rstd: Tensor, cast_first: bool, dtype: torch.dtype) -> Tensor:
+    """Sum over rows of g * x * rstd, in ``dtype``, where one program cannot hold a whole row of sums."""
     count, n = x.shape
     tile = {"ROWS": 4, "BLOCK": TILE // 4}
     blocks, num_warps = -(-n // tile["BLOCK"]), warps(TILE)
@@ -74,4 +75,4 @@ def weight_gradient(g: Tensor, x: Tensor, rstd: Tensor, cast_first: bool) -> Ten
         CAST_FIRST=cast_first,
         **tile,
     )
-    return partial.sum(0)
+    return column_sums.sums(partial, dtype)
