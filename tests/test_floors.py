@@ -188,8 +188,13 @@ def test_kernels_have_the_names_of_their_operators():
         "npu": {"schemas"},  # of torch_npu
         "triton": {
             *("launch", "tiles", "generate", "npu"),  # starting kernels
+            "column_sums",  # the last step of gradients of weights
             "moe_unpermute",  # half of moe_permute
-            *("rms_norm_weight_gradient", "layer_norm_parameter_gradients"),  # of the widest rows
+            *(
+                "rms_norm_weight_gradient",
+                "layer_norm_parameter_gradients",
+                "layer_norm_backward_parts",
+            ),  # of wide rows
             *("gated_delta_rule_backward", "selective_scan_backward", "ssd_backward"),  # gradients of those operators
         },
     }

@@ -92,6 +92,7 @@ def causal_conv1d(device: str, tokens: int = 4096, channels: int = 4096, batch: 
 
 PROBLEMS = {
     "causal_conv1d": causal_conv1d,
+    "causal_conv1d 1024": partial(causal_conv1d, tokens=1024, batch=2),
     "linear_fp8 row": partial(linear_fp8, recipe="row"),
     "linear_fp8 tensor": partial(linear_fp8, recipe="tensor"),
     "sinkhorn_knopp": sinkhorn_knopp,

@@ -177,8 +177,8 @@ PROBLEMS = {
     for make, widths in {
         rms_norm: (2048, 4096, 16384),
         add_rms_norm: (4096, 16384),
-        layer_norm: (4096, 16384),
-        add_layer_norm: (4096,),
+        layer_norm: (4096, 12288, 16384),
+        add_layer_norm: (4096, 12288),
         swiglu: (14336,),
         geglu: (14336,),
         packed_swiglu: (14336,),

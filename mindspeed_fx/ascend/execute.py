@@ -144,5 +144,5 @@ def executing(soc: str = "Ascend910B2") -> Iterator[list[str]]:
         programs[key].run(grid, [named[n] for n in types])
         ran.append(kernel.__name__)
 
-    with launching(run):
+    with launching(run, for_npu=True):
         yield ran

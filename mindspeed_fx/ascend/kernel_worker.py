@@ -139,7 +139,7 @@ def launches(
     where.update(settings or {})
     try:
         with launch.launching(
-            lambda kernel, grid, args, num_warps, constants: results.append((kernel, args, constants))
+            lambda kernel, grid, args, num_warps, constants: results.append((kernel, args, constants)), for_npu=True
         ):
             run(*arguments)
     finally:

@@ -184,7 +184,7 @@ triton.kernel(
     "causal_conv1d.forward",
     "a tile of tokens and channels, read once for each weight",
     lambda x, weight, bias, silu: _refuse(x, weight, bias),
-    beats_codegen=False,
+    beats_codegen=lambda x, *rest: triton.small(x),
 )
 triton.kernel(
     causal_conv1d_backward,
@@ -192,7 +192,7 @@ triton.kernel(
     "causal_conv1d.backward",
     "the convolution the other way, and sums by tiles",
     lambda grad, x, weight, bias, silu: _refuse(x, weight, bias, grad=grad),
-    beats_codegen=False,
+    beats_codegen=lambda grad, *rest: triton.small(grad),
 )
 triton.on_npu(causal_conv1d)
 triton.on_npu(causal_conv1d_backward)

@@ -205,23 +205,16 @@ for _where, _good in ((True, lambda x: pays(x)), (False, lambda x: None)):
     )(layer_norm_aten_backward.overload)
 
 
-def _two_walks(x: Tensor) -> str | None:
-    """Why generated code is as good for rows so wide that neither reads them once, or None: measured at 4,096 and
-    16,384 elements on an H200.
-    """
-    return "generated code is as fast for rows of more than 8192 elements" if x.shape[-1] > 8192 else None
-
-
 triton.kernel(
     layer_norm,
     fake,
     "layer_norm.forward",
     "one read of a row",
     lambda x, weight, bias, eps: triton.refuse(x.shape[-1], x=x, weight=weight, bias=bias),
-    beats_codegen=lambda x, *rest: triton.small(x) or _two_walks(x),
+    beats_codegen=lambda x, *rest: triton.small(x),
 )
 triton.kernel(
     layer_norm_backward, fake_backward, "layer_norm.backward", "all gradients in one read of a row",
     lambda grad, x, weight, *rest: triton.refuse(x.shape[-1], grad=grad, x=x, weight=weight),
-    beats_codegen=lambda grad, x, *rest: triton.small(x) or _two_walks(x),
+    beats_codegen=lambda grad, x, *rest: triton.small(x),
 )  # fmt: skip

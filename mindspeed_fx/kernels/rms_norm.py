@@ -114,15 +114,13 @@ def _sharding_rule_backward(grad, x, weight, rstd, cast_first, need_weight):
     return [([d, PARTIAL if need_weight else REPLICATED], [d, d, REPLICATED, d]) for d in range(x.ndim - 1)]
 
 
-# Beside generated code on an H100: 0.99 to 1.37 of its time forward and backward, 2048 to 4096 wide
-# (benchmarks/results/2026-11-26-gpu.txt).
 triton.kernel(
     rms_norm,
     _fake,
     "rms_norm.forward",
     "one read of a row",
     lambda x, weight, eps, cast_first: triton.refuse(x.shape[-1], x=x, weight=weight),
-    beats_codegen=False,
+    beats_codegen=lambda x, *rest: triton.small(x),
 )
 triton.kernel(
     rms_norm_backward,

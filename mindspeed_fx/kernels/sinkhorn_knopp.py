@@ -117,11 +117,16 @@ def _sharding_rule_backward(grad, x, iterations, eps):
 # --------------------------------------------------------------------------- Triton
 
 
-def _refuse(x, iterations, eps):
+def unable(x: Tensor) -> str | None:
+    """Why the Triton kernel does not take ``x``, or None."""
     n = x.shape[-1]
     if n not in (2, 4, 8, 16):
         return f"matrices of {n} rows, the kernel takes 2, 4, 8 or 16"
     return triton.refuse_types(n, x=x)
+
+
+def _refuse(x, iterations, eps):
+    return unable(x)
 
 
 triton.kernel(sinkhorn_knopp, fake, "sinkhorn_knopp.forward", "all turns on chip", _refuse)

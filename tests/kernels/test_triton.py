@@ -54,8 +54,7 @@ KERNELS = set(JITTED) - set().union(*JITTED.values())
 SPILLED = {
     "delta_rule_key_gradients": 72,
     "selective_scan_gradients": 16,
-    "rms_norm_backward 16384-bfloat16 sm_80": 56,  # once for a row of 32 KiB, read once: 0.84 of the time of two walks
-    "rms_norm_backward 16384-bfloat16 sm_90": 72,
+    "layer_norm_backward_parts sum-16384-bfloat16 sm_90": 24,
 }
 """Bytes per thread where it is more than 8 (ptxas holds one backward to 80 registers, for occupancy, and leaves two
 values on the stack): of the first after its loop."""
@@ -315,11 +314,11 @@ def test_large_gradients_are_kernels_beside_generated_code_and_small_ones_say_wh
     monkeypatch.setattr(triton, "missing", lambda: None)
     fused = REGISTRY[torch.ops.mindspeed.rms_norm_backward.default]
     with FakeTensorMode():
-        for rows, taken in ((2**13, True), (2**11, False)):
+        for rows, taken in ((2**12, True), (2**11, False)):
             x, w, rstd = torch.empty(rows, 4096), torch.empty(4096), torch.empty(rows, 1)
             kernel, reasons = fused.choose("cuda", (x, x, w, rstd, True, True), {}, codegen=True)
             assert (kernel is not None) == taken
             assert taken or [r.split(": ", 1)[1] for r in reasons] == [
-                "fewer than 33554432 elements, or an unknown number"
+                "fewer than 16777216 elements, or an unknown number"
             ]
             assert fused.choose("cuda", (x, x, w, rstd, True, True), {})[0] is not None

@@ -98,7 +98,7 @@ def launches() -> list[tuple[str, object, tuple, int, dict]]:
                 label = f"sum-{hidden}-{short}"
                 run["add_rms_norm"].forward(x, x, w, 1e-5, True)
                 run["add_rms_norm"].backward(x, x, x, w, rstd, True, True)
-            for hidden in (4096, 32768) if dtype == BF16 else (8192,):
+            for hidden in (4096, 12288, 16384, 32768) if dtype == BF16 else (8192,):
                 label = f"sum-{hidden}-{short}"
                 x, w, rstd = new(8192, hidden, dtype=dtype), new(hidden, dtype=dtype), new(8192, 1, dtype=F32)
                 run["add_layer_norm"].forward(x, x, w, w, 1e-5)

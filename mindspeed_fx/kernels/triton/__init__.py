@@ -140,7 +140,7 @@ PARTS = {"linear_cross_entropy_chunk": "linear_cross_entropy.chunk", "adamw": "a
 """
 
 
-LARGE = 2**25
+LARGE = 2**24
 """Elements from which on a kernel faster than generated code takes longer than its launch, 0.1 ms of the host."""
 
 
@@ -148,7 +148,8 @@ def small(x: Tensor) -> str | None:
     """Why a kernel that is faster than generated code would be no gain, or None.
 
     On an H200 (benchmarks/results/2026-11-27-gpu_3.txt) the gradients of norms took 0.8 to 0.9 of the time of generated
-    code at 64 million elements; at 8 million the launches of 25 kernels added 2.8 ms to a step of 13 ms.
+    code at 64 million elements; at 8 million the launches of 25 kernels added 2.8 ms to a step of 13 ms, whose kernels
+    took 11: from twice as many elements on the device computes for longer than the host launches.
     """
     return None if statically_known_true(x.numel() >= LARGE) else f"fewer than {LARGE} elements, or an unknown number"
 

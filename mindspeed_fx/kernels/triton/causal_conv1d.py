@@ -16,7 +16,7 @@ from torch import Tensor
 from mindspeed_fx.kernels.triton import column_sums
 from mindspeed_fx.kernels.triton.launch import launch, power_of_two, programs
 
-TILES = {"rows": (32, 128), "float32": (32, 64), "sums": (8, 1024)}
+TILES = {"rows": (32, 128), "float32": (32, 64), "sums": (4, 1024)}
 """Tokens and channels of a tile, for memory whose last dimension are the channels (the other way round where it is the
 sequence): of a 16-bit sequence, of one in float32, and of the sums over tokens, which a thread adds up for its channels
 alone. Measured: benchmarks/results/2026-11-27-gpu_sweeps.txt.

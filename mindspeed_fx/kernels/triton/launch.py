@@ -47,10 +47,10 @@ def programs(x: Tensor, work: int, num_warps: int, resident: int | None) -> int:
 
 
 def only_cuda(x: Tensor) -> bool:
-    """Whether a kernel that CUDA alone wants may be started for ``x``: not on an NPU, nor where its launches are
-    gathered.
+    """Whether a kernel that CUDA alone wants may be started for ``x``: not on an NPU, nor where what goes elsewhere is
+    for one.
     """
-    return x.device.type != "npu" and not is_redirected()
+    return x.device.type != "npu" and not (_instead and _instead[-1][1])
 
 
 @functools.cache
@@ -69,7 +69,7 @@ def _shared_memory(device: torch.device) -> int:
 def launch(kernel: Any, grid: int, *args: Any, num_warps: int, **constants: Any) -> None:
     """Start ``kernel`` on ``grid`` programs, on the device of its first argument; an empty grid is no launch."""
     if _instead:
-        _instead[-1](kernel, grid, args, num_warps, constants)
+        _instead[-1][0](kernel, grid, args, num_warps, constants)
     elif grid and args[0].device.type == "npu":
         importlib.import_module("mindspeed_fx.kernels.triton.npu").start(kernel, grid, args, constants)
     elif grid:
@@ -77,7 +77,7 @@ def launch(kernel: Any, grid: int, *args: Any, num_warps: int, **constants: Any)
             kernel[(grid,)](*args, num_warps=num_warps, **constants)
 
 
-_instead: list[Callable] = []
+_instead: list[tuple[Callable, bool]] = []
 
 
 def is_redirected() -> bool:
@@ -86,9 +86,12 @@ def is_redirected() -> bool:
 
 
 @contextlib.contextmanager
-def launching(instead: Callable[[Any, int, tuple, int, dict[str, Any]], None]) -> Iterator[None]:
-    """In here ``instead(kernel, grid, args, num_warps, constants)`` is called in the place of every launch."""
-    _instead.append(instead)
+def launching(instead: Callable[[Any, int, tuple, int, dict[str, Any]], None], for_npu: bool = False) -> Iterator[None]:
+    """In here ``instead(kernel, grid, args, num_warps, constants)`` is called in the place of every launch.
+
+    With ``for_npu`` launches are those that an NPU would make, whatever the device of the tensors.
+    """
+    _instead.append((instead, for_npu))
     try:
         yield
     finally:

@@ -89,7 +89,9 @@ def test_other_convolutions_are_no_near_miss():
     assert report.counts[NAME] == 0 and not skips(report)
 
 
-def test_stays_on_accelerators():
+def test_on_accelerators():
+    report = explain(convolved, *inputs(torch.float32), target="cuda", hardware="h100")
+    assert report.counts[NAME] == 1
     report = explain(convolved, *inputs(torch.float32), target="npu", hardware="ascend910b2")
     assert report.counts[NAME] == 0 and not skips(report)
     notes = [n for run in report.graphs[0].runs if run.report.name == NAME for n in run.report.notes]

@@ -61,9 +61,11 @@ def test_what_is_read_elsewhere_ends_the_chain():
     assert fusion_counts(report)[NAME] == 1
 
 
-def test_left_on_cuda():
-    report = explain(divided, matrices(2, 4, 4, dtype=torch.float32), target="cuda", hardware="h100")
-    assert any("generated code" in s.reason for s in report.skipped(NAME))
+@pytest.mark.parametrize("rows, fused", [(4, 1), (5, 0)])
+def test_on_cuda_what_its_kernel_takes(rows, fused):
+    report = explain(divided, matrices(2, rows, rows, dtype=torch.float32), target="cuda", hardware="h100")
+    assert fusion_counts(report).get(NAME, 0) == fused
+    assert any("matrices of 5 rows" in s.reason for s in report.skipped(NAME)) == (not fused)
 
 
 def test_streams_of_transformers():
