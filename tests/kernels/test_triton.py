@@ -52,7 +52,9 @@ KERNELS = set(JITTED) - set().union(*JITTED.values())
 """What is launched: no other kernel calls it."""
 
 SPILLED = {
-    "delta_rule_key_gradients": 72,
+    # Faster with few warps, spills and all: benchmarks/results/2026-11-27-gpu_sweeps.txt.
+    **{"delta_rule_chunks": 152, "delta_rule_query_gradients": 104, "delta_rule_key_gradients": 168},
+    "ssd_step_gradients": 32,
     "selective_scan_gradients": 16,
     "layer_norm_backward_parts sum-16384-bfloat16 sm_90": 24,
 }

@@ -30,6 +30,7 @@ from mindspeed_fx.kernels.triton.recurrence import (
     product,
     rows_of,
     sums_before,
+    warps_of,
 )
 
 TOKENS = 32
@@ -213,11 +214,12 @@ class Sizes:
         results = [v.new_empty((count, self.tokens, n), dtype=self.type) for n in widths]
         results.append(v.new_empty((count, self.tokens), dtype=torch.float32))
         strides = [n for x in (q, k, v, beta if g is None else g, beta) for n in x.stride()[:3]]
+        num_warps = warps_of(delta_rule_chunks, self.constants["NARROW"])
         launch(
             delta_rule_chunks,
-            programs(v, count, WARPS, 16),
+            programs(v, count, num_warps, 16),
             q, k, v, beta if g is None else g, beta, *results, count, self.seq, self.tiles, scale, self.eps, *strides,
-            num_warps=WARPS,
+            num_warps=num_warps,
             GATED=g is not None, **self.constants, T=self.tokens, LEVELS=self.tokens.bit_length() - 1, WIDE=self.wide,
             COLUMNS=self.columns,
         )  # fmt: skip

@@ -25,6 +25,7 @@ from mindspeed_fx.kernels.triton.recurrence import (
     product,
     rows_of,
     sums_after,
+    warps_of,
 )
 
 
@@ -264,19 +265,21 @@ def backward(
         for x in (dq, dk)
     ]
     dkeys, dc = torch.empty_like(w), torch.empty_like(c)
+    num_warps = warps_of(delta_rule_query_gradients, sizes.constants["NARROW"])
     launch(
         delta_rule_query_gradients,
-        programs(v, count, WARPS, 16),
+        programs(v, count, num_warps, 16),
         grad, q, k, u, p, c, states, dstates, of_keys[0], dkeys, dc, count, sizes.seq, sizes.tiles, scale, sizes.eps,
         *grad.stride()[:3], *q.stride()[:3], *k.stride()[:3],
-        num_warps=WARPS, **{**tile, "COLUMNS": min(2 * sizes.columns, max(16, power_of_two(v.shape[3])))},
+        num_warps=num_warps, **{**tile, "COLUMNS": min(2 * sizes.columns, max(16, power_of_two(v.shape[3])))},
     )  # fmt: skip
+    num_warps = warps_of(delta_rule_key_gradients, sizes.constants["NARROW"])
     launch(
         delta_rule_key_gradients,
-        programs(v, count, WARPS, 16),
+        programs(v, count, num_warps, 16),
         k, v, beta, u, t, c, states, du, dkeys, dc, of_keys[1], dv, dbeta if g is None else dg, dbeta,
         count, sizes.seq, sizes.tiles, sizes.eps, *k.stride()[:3], *v.stride()[:3], *beta.stride()[:3],
-        num_warps=WARPS, GATED=g is not None, **tile,
+        num_warps=num_warps, GATED=g is not None, **tile,
     )  # fmt: skip
     if is_shared:
         for x, wide in zip((dq, dk), of_keys):

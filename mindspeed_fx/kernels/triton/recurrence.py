@@ -8,6 +8,7 @@ leave a state alone.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 import triton
@@ -15,6 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 WARPS = 8
+FEWER = {"ssd_step_gradients": 2, "ssd_group_gradients": 4, "delta_rule_chunks": 2, "delta_rule_query_gradients": 4,
+         "delta_rule_key_gradients": 4}  # fmt: skip
+"""Warps of kernels whose tiles do not wait for each other, in 16 bits: 0.51 to 0.68 of their time with WARPS, or with
+four of ssd_step_gradients (benchmarks/results/2026-11-27-gpu_sweeps.txt)."""
 STAGES = tl.constexpr(1)
 """Tiles on their way at a time: with two, programs take more shared memory than some devices have."""
 ASCEND = tl.constexpr("ascend" in triton.backends.backends)
@@ -26,6 +31,11 @@ def is_narrow(dtype: torch.dtype, x: Tensor) -> bool:
     """Whether products are of operands in ``dtype``, of 16 bits; the interpreter takes them in float32."""
     interpreted = x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     return dtype != torch.float32 and not interpreted
+
+
+def warps_of(kernel: Any, narrow: bool) -> int:
+    """Warps of ``kernel``; ``narrow``: its products are of operands of 16 bits."""
+    return FEWER.get(kernel.fn.__name__, WARPS) if narrow else WARPS
 
 
 @triton.jit

@@ -25,13 +25,15 @@ from mindspeed_fx.kernels.triton.recurrence import (
     rows_of,
     sums_after,
     sums_before,
+    warps_of,
 )
 from mindspeed_fx.kernels.triton.ssd import Sizes, tight
 
 TOGETHER = 16
 """Heads whose gradients of B and C one program adds at most."""
-FEW_WARPS = 4
-"""Of the kernel with most tiles at a time, which takes 16 columns at once: with more of either, registers spill."""
+STEP_WARPS = 4
+"""Most warps of the kernel with most tiles at a time, which takes 16 columns at once: with more of either, registers
+spill."""
 
 
 @triton.jit
@@ -240,22 +242,24 @@ def backward(
     of_tiles = [
         x.new_empty((sizes.batch, sizes.heads, sizes.tiles), dtype=torch.float32) for _ in range(1 if D is None else 2)
     ]
+    num_warps = min(STEP_WARPS, warps_of(ssd_step_gradients, sizes.constants["NARROW"]))
     launch(
         ssd_step_gradients,
-        programs(x, number, FEW_WARPS, 16),
+        programs(x, number, num_warps, 16),
         grad, x, dt, A, B, C, A if D is None else D.contiguous(), states, dstates, dx, ddt, of_tiles[0], of_tiles[-1],
-        number, sizes.seq, sizes.tiles, *strides, num_warps=FEW_WARPS, SKIP=D is not None,
+        number, sizes.seq, sizes.tiles, *strides, num_warps=num_warps, SKIP=D is not None,
         **{**sizes.constants, "COLUMNS": 16},
     )  # fmt: skip
     shared = sizes.heads // sizes.groups
     blocks = -(-shared // TOGETHER)
     parts = [y if blocks == 1 else x.new_empty((*y.shape[:3], blocks, sizes.n), dtype=torch.float32) for y in (dB, dC)]
     number = sizes.batch * sizes.tiles * sizes.groups * blocks
+    num_warps = warps_of(ssd_group_gradients, sizes.constants["NARROW"])
     launch(
         ssd_group_gradients,
-        programs(x, number, WARPS, 16),
+        programs(x, number, num_warps, 16),
         grad, x, dt, A, B, C, states, dstates, *parts, number, sizes.seq, sizes.tiles, *strides,
-        num_warps=WARPS, TOGETHER=min(TOGETHER, shared), **sizes.constants,
+        num_warps=num_warps, TOGETHER=min(TOGETHER, shared), **sizes.constants,
     )  # fmt: skip
     for y, part in zip((dA, dD), of_tiles):
         y.copy_(part.sum((0, 2)))
