@@ -112,6 +112,7 @@ def compile_with_inductor(
     inductor_cache.leave_untrusted_cache()
     _mend_forks()
     inductor_patterns.keep_dtype_of_running_sums()
+    inductor_patterns.read_every_keyword()
     called_graphs.keep_inputs()
     inductor_scheduler.keep_writes_before_reads()
 

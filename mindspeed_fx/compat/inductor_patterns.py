@@ -1,4 +1,4 @@
-"""Rewrites of Inductor's own that are wrong: part of :mod:`mindspeed_fx.compat`."""
+"""Rewrites of Inductor's own that give wrong values: part of :mod:`mindspeed_fx.compat`."""
 
 from __future__ import annotations
 
@@ -27,3 +27,26 @@ def _gives_its_dtype(match: Any) -> bool:
     constant = match.kwargs["dtype"]
     counted = constant if constant.is_floating_point or constant.is_complex else torch.int64
     return match.output_node().meta["val"].dtype == counted
+
+
+PLAIN = {"alpha": 1, "beta": 1, "rounding_mode": None, "approximate": "none"}
+"""Keywords that change values, and what they are where a call does not name them."""
+
+
+@functools.cache
+def read_every_keyword() -> None:
+    """Inductor (2.11 to 2.14) matches a call against a pattern without looking at keywords that the pattern does not
+    name: ``x.add(a @ b, alpha=0.1)`` became ``addmm(x, a, b)``, which is ``x + a @ b``. Such a call matches no more.
+    """
+    from torch._inductor.pattern_matcher import FailedMatch, _TargetArgsExpr
+
+    match = _TargetArgsExpr._match
+
+    @functools.wraps(match)
+    def match_with_keywords(self: Any, node: Any, *args: Any) -> Any:
+        for name, value in (node.kwargs if isinstance(node, torch.fx.Node) else {}).items():
+            if name in PLAIN and name not in self.kwargs and value != PLAIN[name]:
+                return FailedMatch("{} of {} is not in the pattern", name, node)
+        return match(self, node, *args)
+
+    _TargetArgsExpr._match = match_with_keywords

@@ -1,4 +1,4 @@
-"""Rewrites of Inductor's own that gave another dtype than what they stand for."""
+"""Rewrites of Inductor's own that gave another dtype, or other values, than what they stand for."""
 
 from __future__ import annotations
 
@@ -43,3 +43,37 @@ def test_running_sum_of_a_constant_is_counted_where_that_is_the_same(dtype, rewr
     with torch._inductor.config.patch(force_disable_caches=True):
         torch.compile(positions, backend="mindspeed")(torch.zeros(2, 4))
     assert counters["inductor"]["pattern_matcher_count"] == rewrites
+
+
+SUMS = {
+    "product added": lambda x, a, b: x.add(a @ b, alpha=0.1),
+    "added to a product": lambda x, a, b: (a @ b).add(x, alpha=-3),
+    "one row": lambda x, a, b: x[0].mul(0.9).add(a @ b, alpha=0.1),
+    "in place": lambda x, a, b: x.clone().add_(a @ b, alpha=0.1),
+    "subtracted": lambda x, a, b: x.sub(a @ b, alpha=0.5),
+    "factor of one": lambda x, a, b: x.add(a @ b, alpha=1),
+    "softmax by hand": lambda x, a, b: torch.exp((x * 2).sub((x * 2).amax(1, keepdim=True), alpha=0.5)),
+    "rounded quotient": lambda x, a, b: torch.div(a @ b, x, rounding_mode="floor"),
+}
+
+
+@pytest.mark.parametrize("sums", SUMS.values(), ids=list(SUMS))
+def test_factors_of_sums(sums):
+    """``add(x, mm(a, b), alpha=0.1)`` was taken for addmm(x, a, b)."""
+    torch.manual_seed(0)
+    leaves = [torch.randn(*shape, requires_grad=True) for shape in ((12, 8), (12, 10), (10, 8))]
+    expected, got = sums(*leaves), torch.compile(sums, backend="mindspeed")(*leaves)
+    torch.testing.assert_close(got, expected)
+    if expected.grad_fn is not None:
+        wanted, found = (torch.autograd.grad(y.square().sum(), leaves, allow_unused=True) for y in (expected, got))
+        torch.testing.assert_close(found, wanted)
+
+
+def test_a_factor_of_one_is_still_one_call():
+    def added(x, a, b):
+        return x.add(a @ b, alpha=1)
+
+    counters["inductor"].clear()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        torch.compile(added, backend="mindspeed")(torch.randn(12, 8), torch.randn(12, 10), torch.randn(10, 8))
+    assert counters["inductor"]["pattern_matcher_count"] >= 1
