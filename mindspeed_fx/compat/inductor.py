@@ -299,6 +299,11 @@ def written(gm: fx.GraphModule, node: fx.Node) -> fx.Node:
     return new
 
 
+def is_written(node: fx.Node) -> bool:
+    """Whether ``node`` is what :func:`written` gives."""
+    return _primitive(node) == "inductor_force_stride_order"
+
+
 @contextlib.contextmanager
 def kernels_in_traces() -> Iterator[None]:
     """Graphs compiled inside name each of their C++ kernels in torch.profiler's traces, as those of Triton always are;

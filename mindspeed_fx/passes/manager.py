@@ -100,6 +100,7 @@ PASSES = (
     Entry("lowering.rope_pairs",                 "partitioned", 1, CLOSE, "queries and keys by one launch"),
     Entry("lowering.angle_tables",               "partitioned", 1, EXACT, "after rope_pairs, which reads the angles"),
     Entry("lowering.shared_sums",                "partitioned", 0, EXACT, "a copy is cheaper than a second sum"),
+    Entry("lowering.compared_elements",          "partitioned", 0, EXACT, "both sides rounded, in either direction"),
     Entry("overlap.split",                       "partitioned", 2, EXACT, "frees a linear's two backward products"),
     Entry("overlap.mc2",                         "partitioned", 2, CLOSE, "product and collective fused before chunks"),
     Entry("overlap.mc2_experts",                 "partitioned", 2, CLOSE, "the same for the products of experts"),

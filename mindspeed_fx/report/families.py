@@ -66,6 +66,7 @@ SUPPORTING = (
     "lowering.saved_masks",
     "lowering.narrow_indices",
     "lowering.shared_sums",
+    "lowering.compared_elements",
     "lowering.split_cat",
     "overlap.step",
     "sharding.constraint",
