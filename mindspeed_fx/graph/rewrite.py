@@ -96,15 +96,17 @@ def substitute(gm: fx.GraphModule, old: fx.Node, new: fx.Node) -> str | None:
     a, b = value(old), value(new)
     if a.shape != b.shape:
         return f"the operator returns shape {tuple(b.shape)} where the model has {tuple(a.shape)}"
+    # ``new`` may stand behind ``old``, where something it reads was made later.
+    place = old if new < old else new.next
     if a.dtype != b.dtype:
-        new = insert(gm, old, aten.to.dtype, (new, a.dtype))
+        new = insert(gm, place, aten.to.dtype, (new, a.dtype))
     if (order := copy_order(old, value(new))) is not None:
         back = sorted(range(a.dim()), key=order.__getitem__)
         if order != list(range(a.dim())) and not inductor.view_may_leave(old):
             return "it and its detach() are both returned in an order of dimensions that torch cannot give back"
-        new = insert(gm, old, aten.permute.default, (new, order)) if order != list(range(a.dim())) else new
-        new = insert(gm, old, aten.contiguous.default, (new,))
-        new = insert(gm, old, aten.permute.default, (new, back)) if order != list(range(a.dim())) else new
+        new = insert(gm, place, aten.permute.default, (new, order)) if order != list(range(a.dim())) else new
+        new = insert(gm, place, aten.contiguous.default, (new,))
+        new = insert(gm, place, aten.permute.default, (new, back)) if order != list(range(a.dim())) else new
     if value(new).stride() != a.stride():
         for user in old.users:
             user.meta["fresh"] = True

@@ -97,3 +97,14 @@ def test_generated_code_on_cpu_is_left_alone_unless_the_pass_is_named():
     assert report.counts[NAME] == 0 and "Inductor generates" in report.skipped(NAME)[0].reason
     torch._dynamo.reset()
     assert function_agrees(f, *inputs, codegen="inductor", enable=[NAME], tolerance=1e-5).counts[NAME] == 1
+
+
+def test_a_transposed_sum_and_a_weight_that_is_made_after_it():
+    """The copy that gives the sum its layout stood before the operator that makes it."""
+
+    def f(x, r, w):
+        s = x.transpose(1, 2) + r
+        return s + norm(s, 1 + w).tanh()
+
+    inputs = [torch.randn(*shape, dtype=torch.float64) for shape in ((2, 8, 3), (2, 3, 8), (8,))]
+    assert function_agrees(f, *(x.requires_grad_() for x in inputs)).counts[NAME] == 1
