@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import sys
 import time
@@ -10,9 +11,11 @@ import traceback
 import warnings
 
 import torch
+import torch._inductor.config as inductor_config
 
 from tests import forks
 
+from . import graphs
 from .generate import generate
 from .runner import Tally, count, run_seed, script, shrink, told
 
@@ -23,6 +26,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first program; the others follow")
     parser.add_argument("--count", type=int, help="programs to run, whatever the time")
     parser.add_argument("--codegen", choices=("eager", "inductor"), default="eager")
+    parser.add_argument(
+        "--graphs", action="store_true", help="with --codegen inductor: its graphs run operator by operator, no C++"
+    )
     parser.add_argument("--layers", type=int, default=0, help="models of so many layers that are alike, 8 for example")
     parser.add_argument("--show", action="store_true", help="print the program of --seed as a script and run nothing")
     parser.add_argument("--no-shrink", action="store_true", help="print failures as they are")
@@ -36,6 +42,18 @@ def main(arguments: list[str] | None = None) -> int:
     warnings.simplefilter("ignore")
     logging.getLogger("torch").setLevel(logging.CRITICAL)
     forks.leave_imports_alone()
+    if options.graphs and options.codegen != "inductor":
+        parser.error("--graphs are Inductor's: give --codegen inductor")
+    stack = contextlib.ExitStack()
+    if options.graphs:
+        stack.enter_context(graphs.interpreted())
+    elif options.codegen == "inductor":
+        stack.enter_context(inductor_config.patch(fallback_random=True))  # draws that can be compared with eager's
+    with stack:
+        return run(options)
+
+
+def run(options: argparse.Namespace) -> int:
     tally, start, seed = Tally(), time.monotonic(), options.seed
     while tally.programs < options.count if options.count else time.monotonic() - start < 60 * options.minutes:
         try:

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._inductor.compile_fx
 
 from mindspeed_fx import backend
 from mindspeed_fx.layers import leave_out
 from mindspeed_fx.passes.fusion.analysis import norms
-from tests.fuzz import oracle
+from tests.fuzz import graphs, oracle
 from tests.fuzz.__main__ import main
 from tests.fuzz.attention import _softmax
 from tests.fuzz.generate import Case, Settings, generate
@@ -57,6 +58,30 @@ def test_programs_agree_with_generated_code(first, codegen, layers):
     for seed in range(first, first + 5):
         case, verdict = run_seed(seed, codegen, layers)
         assert not verdict.failure or verdict.theirs, told(case, verdict.failure)
+
+
+@pytest.mark.parametrize("first", range(4000, 4010, 2))
+def test_graphs_of_inductor_agree(first):
+    """What its patterns make of ours. What its own backend does wrong, too, is wrong here: it is mended in compat."""
+    with graphs.interpreted():
+        for seed in range(first, first + 2):
+            case, verdict = run_seed(seed, "inductor")
+            assert not verdict.failure, told(case, verdict.failure)
+
+
+def test_a_wrong_pattern_of_inductor_is_seen(monkeypatch):
+    rewrite = torch._inductor.compile_fx._recursive_post_grad_passes
+
+    def wrong(gm, **kwargs):
+        rewrite(gm, **kwargs)
+        for n in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.rsqrt.default):
+            n.target = torch.ops.aten.sqrt.default
+
+    case = Case(0, NORM, Settings(options={"level": 1, "codegen": "inductor"}), 2.2e-16)
+    with graphs.interpreted():
+        assert judge(case).failure is None
+        monkeypatch.setattr(torch._inductor.compile_fx, "_recursive_post_grad_passes", wrong)
+        assert judge(case).failure.kind == "differs"
 
 
 def test_a_seed_is_one_program_in_every_process():
