@@ -30,9 +30,8 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 def compared_with_their_own(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """(comparison, value) of each value of 16 bits, computed in ``graph``, that is compared with an element of itself.
-
-    Only such: to be equal, both sides must have been rounded alike.
+    """(comparison, value) of each value of 16 bits, computed in ``graph``, that is compared with an element of itself:
+    to be equal, both sides must have been rounded alike.
     """
     for comparison in (n for target in COMPARISONS for n in graph.find_nodes(op="call_function", target=target)):
         sides = comparison.args[:2]
@@ -40,21 +39,28 @@ def compared_with_their_own(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]
             continue
         for one, other in (sides, sides[::-1]):
             value = _without(one, _MOVES)
-            if value.op == "call_function" and _is_picked(other, value):
-                yield comparison, value
+            if value.op == "call_function" and (whole := _picked_from(other, value)):
+                yield from ((comparison, v) for v in dict.fromkeys((value, whole)))
                 break
 
 
-def _is_picked(n: fx.Node, value: fx.Node) -> bool:
+def _picked_from(n: fx.Node, value: fx.Node) -> fx.Node | None:
+    """What ``n`` is elements of: ``value``, or the same call elsewhere; None where it is not."""
     has_picked = False
-    while n is not value:
+    while not _is_same(n, value):
         n = _without(n, _MOVES)
         if match.is_call(n, operator.getitem) and n.args[1] == 0:
             n = n.args[0]
-        if n is value or not match.is_call(n, *PICKS):
+        if _is_same(n, value) or not match.is_call(n, *PICKS):
             break
         n, has_picked = n.args[0], True
-    return n is value and has_picked
+    return n if has_picked and _is_same(n, value) else None
+
+
+def _is_same(n: fx.Node, value: fx.Node) -> bool:
+    """The node itself, or the same call of the same nodes: autograd takes |x| anew for the gradient of its greatest."""
+    calls = n.op == value.op == "call_function" and n.target is value.target
+    return n is value or (calls and n.args == value.args and n.kwargs == value.kwargs)
 
 
 def _without(n: fx.Node, calls: tuple) -> fx.Node:
