@@ -113,6 +113,7 @@ def compile_with_inductor(
     _mend_forks()
     inductor_patterns.keep_dtype_of_running_sums()
     called_graphs.keep_inputs()
+    called_graphs.allow_calls_that_wait()
     inductor_scheduler.keep_writes_before_reads()
 
     @functools.wraps(compile_fx_inner)
