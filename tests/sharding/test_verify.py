@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from collections import Counter
 from xml.etree import ElementTree
 
@@ -21,6 +22,7 @@ from mindspeed_fx.sharding.audit.gather_layout import Layout
 from mindspeed_fx.sharding.audit.replicated_backward import grown
 from mindspeed_fx.sharding.plan import Boundary, Plan
 from tests.sharding.llama import Llama
+from tests.sharding.test_divided_loss import Head, batch
 
 LAYERS, BATCH, SEQ, HIDDEN, HEADS, KV, FFN, VOCAB = 2, 4, 16, 32, 4, 4, 64, 64
 
@@ -30,7 +32,7 @@ def verified():
     """``verified(plan, mesh, rank)``: near misses and notes of the pass, in a process group that sends nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    def run(plan, sizes, rank=0, model=None, args=None):
+    def run(plan, sizes, rank=0, model=None, args=None, **options):
         world = 1
         for n in sizes.values():
             world *= n
@@ -43,7 +45,7 @@ def verified():
         report = mindspeed_fx.explain(
             made,
             *(torch.zeros(2, BATCH, SEQ, dtype=torch.long) if args is None else args),
-            options={"codegen": "eager"},
+            options={"codegen": "eager", **options},
         )
         dist.destroy_process_group()
         runs = [r.report for g in report.graphs for r in g.runs if r.report.name == "sharding.verify"]
@@ -94,6 +96,18 @@ def test_named_plans_send_no_more_than_they_need(verified, plan, mesh):
             assert {k: n for k, n in found.items() if k in per_layer} == {
                 k: LAYERS * n + OUTSIDE.get((plan, backward, k[0]), 0) for k, n in per_layer.items()
             }
+
+
+@pytest.mark.parametrize("smoothing, softcap, numbers", [(0.1, 0.0, 3), (0.0, 2.0, 2)])
+def test_a_divided_loss_sends_as_many_numbers_as_it_needs(verified, smoothing, softcap, numbers):
+    """Two sums a token, with smoothed labels three; a soft-cap is none of them."""
+    model = Head(smoothing=smoothing, softcap=softcap)
+    report = verified("tp", {"tp": 2}, model=model, args=batch(), enable=["fusion.linear_cross_entropy"])
+    assert not report.skipped
+    made = [m for m in json.loads(report.files["collectives.json"]) if not m["backward"]]
+    assert numbers * 10 * 4 in [m["bytes"] for m in made]
+    sent, needed = (float(x) for x in re.findall(r"([\d.e-]+) MiB", next(n for n in report.notes if "forward" in n))[:2])
+    assert sent == pytest.approx(needed, abs=32 / 2**20)
 
 
 TOKENS = BATCH * SEQ * HIDDEN * 4
