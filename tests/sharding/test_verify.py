@@ -278,3 +278,19 @@ def test_nothing_more_is_sent_where_values_are_padded(verified, plan, mesh, size
     report = verified(plan, mesh, model=Llama(LAYERS, **sizes), args=torch.zeros(2, *batch, dtype=torch.long))
     assert [(s.operator, s.reason) for s in report.skipped] == []
     assert any(note.startswith("padded: ") for note in report.notes)
+
+
+@pytest.mark.parametrize("start", range(12))
+def test_a_slice_is_a_layout_where_its_elements_are_a_product(start):
+    """Of a dimension of 12 that lies as 3 rows of 4, each 7 apart: a slice within one row, of whole rows, or none."""
+    places = [7 * (i // 4) + i % 4 for i in range(12)]
+    for length in range(1, 12 - start + 1):
+        layout = Layout((((3, 7), (4, 1)),), 0).sliced(0, start, length)
+        in_a_row, whole_rows = start // 4 == (start + length - 1) // 4, start % 4 == length % 4 == 0
+        if layout is None:
+            assert not whole_rows and not (in_a_row and length in (1, 2, 4) and start % length == 0)
+            continue
+        found = [layout.offset]
+        for n, stride in layout.dims[0]:
+            found = [at + i * stride for at in found for i in range(n)]
+        assert found == places[start : start + length]
