@@ -122,9 +122,7 @@ def test_as_matrix_products(gate):
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.bool])
 def test_two_choices_that_meet_in_one_place_are_one(dtype):
     def f(x, first, second, place):
-        masks = [
-            F.one_hot(c, EXPERTS).unsqueeze(-1) * F.one_hot(place, CAPACITY).unsqueeze(1) for c in (first, second)
-        ]
+        masks = [F.one_hot(c, EXPERTS).unsqueeze(-1) * F.one_hot(place, CAPACITY).unsqueeze(1) for c in (first, second)]
         return torch.einsum("sec,sm->ecm", (masks[0] + masks[1]).to(dtype).bool().to(x.dtype), x)
 
     first, place = torch.arange(TOKENS) % EXPERTS, torch.arange(TOKENS) % CAPACITY
