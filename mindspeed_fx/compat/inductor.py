@@ -114,6 +114,7 @@ def compile_with_inductor(
     inductor_patterns.keep_dtype_of_running_sums()
     inductor_patterns.read_every_keyword()
     called_graphs.keep_inputs()
+    called_graphs.allow_calls_that_wait()
     inductor_scheduler.keep_writes_before_reads()
 
     @functools.wraps(compile_fx_inner)

@@ -196,6 +196,7 @@ def explain(
     arguments.check_bool("explain", "measure", measure)
     forms = _forms(what_if)
     parsed = Options.parse(options)  # a bad option is an error of its own, not one inside a compilation
+    args, kwargs = _without_history((args, kwargs))
     state = _State(model, (args, kwargs))
     if measure:
         from mindspeed_fx.planning import measure as measuring
@@ -265,6 +266,19 @@ def loss_of(outputs: Any) -> torch.Tensor | None:
         return own.sum()
     tensors = [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
     return sum(t.float().sum() for t in tensors) if tensors else None
+
+
+def _without_history(inputs: Any) -> Any:
+    """Inputs that were computed from others as copies that were computed from nothing of the caller's: the step's
+    backward ends there."""
+    copies: dict[int, torch.Tensor] = {}
+
+    def copy(t: torch.Tensor) -> torch.Tensor:
+        if t.is_leaf:
+            return t
+        return copies.setdefault(id(t), t.detach().requires_grad_().clone())
+
+    return pytree.tree_map_only(torch.Tensor, copy, inputs)
 
 
 class _State:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Callable
 
 import torch
+import torch._inductor.config as inductor_config
 
 import mindspeed_fx  # noqa: F401  registers the backend
 from mindspeed_fx.report import recorder
@@ -121,10 +122,11 @@ def judge(case: Case, backend: str = "mindspeed") -> Verdict:
     """Compiles and runs the case; the first call that fails decides. Rewrites are not counted where layers are alike:
     while they are, each layer is captured for itself.
     """
+    as_eager = inductor_config.patch(fallback_random=True)  # generated code draws what eager PyTorch does
     if case.layers:
-        with alone():
+        with alone(), as_eager:
             return _judge(case, backend)
-    with recorder.collecting() as records, alone():
+    with recorder.collecting() as records, alone(), as_eager:
         verdict = _judge(case, backend)
     runs = [run for record in records for run in record.runs]
     return dataclasses.replace(verdict, rewrites=Counter(run.report.name for run in runs for _ in run.report.rewrites))

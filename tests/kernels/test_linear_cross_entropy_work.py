@@ -84,3 +84,16 @@ def test_chunks_hold_what_a_cache_holds_or_rows_enough():
     assert rows(10**6, 32768) == work.ROWS
     assert rows(10**6, 128256) == work.CHUNK // (4 * 128256)
     assert rows(100, 32768) == 100 and rows(5, 2**28) == 1
+
+
+def test_what_fits_a_block_of_onednn_needs_no_buffer(monkeypatch):
+    monkeypatch.setattr(work.dispatcher, "onednn_beats_blas", lambda: True)
+    for dtype in (torch.float32, torch.bfloat16):
+        hidden, weight = torch.zeros(4, 8, dtype=dtype), torch.zeros(6, 8, dtype=dtype)
+        assert work.onednn(hidden, weight) is (dtype == torch.float32)
+    assert not work.onednn(torch.zeros(4, 0), torch.zeros(6, 0))
+    way = work.InCpp(torch.zeros(4, 8), torch.zeros(6, 8), None, (0.0, 0.0, 0.0), True)
+    assert way.rows == way.block == 4 and way.logits is None
+    monkeypatch.setattr(work, "BLOCK", 2 * 6 * 4)
+    way = work.InCpp(torch.zeros(4, 8), torch.zeros(6, 8), None, (0.0, 0.0, 0.0), True)
+    assert way.block == 2 < way.rows and len(way.logits) == way.rows

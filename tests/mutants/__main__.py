@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("what", nargs="*", help="record: files of tests; run and show: numbers of mutants")
     result.add_argument("--root", type=pathlib.Path, default=ROOT, help="the checkout")
     result.add_argument("--package", default="mindspeed_fx")
-    result.add_argument("--rooms", nargs="+", default=ROOMS, help="folders of the package; . is all of it")
+    result.add_argument("--rooms", nargs="+", default=ROOMS, help="folders or files of the package; . is all of it")
     result.add_argument("--folder", type=pathlib.Path, help="for copy and recording; build/mutants of the root")
     result.add_argument("--results", type=pathlib.Path, help="one line a mutant, kept with the project; a run goes on")
     result.add_argument("--anew", action="store_true", help="copy the package anew and forget what was recorded")
@@ -122,9 +122,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         show(tree, chosen, options.what, options.results)
     else:
         places = ", ".join(f"{kind} {n}" for kind, n in shares(faults))
+        rooms = options.rooms
+        where = ", ".join(rooms) if len(rooms) <= len(ROOMS) else f"{len(rooms)} files and folders"
         head = (
             f"`python -m tests.mutants`, seed {options.seed}: {len(chosen)} of {len(faults)} places of faults "
-            f"({places}) in {', '.join(options.rooms)}, tests of at most {options.longest:g} s."
+            f"({places}) in {where}, tests of at most {options.longest:g} s."
         )
         equivalent = table.reasons(table.REASONS.read_text())
         text = table.page([(f.name, f.kind) for f in chosen], stored(options.results), equivalent, head)

@@ -27,8 +27,9 @@ def is_left_out(file: str) -> bool:
 
 
 def files_of(package: pathlib.Path, rooms: Sequence[str] = ROOMS) -> dict[str, pathlib.Path]:
-    """Files of the rooms that faults are planted in, in order; ``.`` is the whole of the package."""
-    files = {p.relative_to(package).as_posix(): p for room in rooms for p in (package / room).rglob("*.py")}
+    """Files of the rooms that faults are planted in, in order; a room may be a file; ``.`` is all of the package."""
+    named = [[package / r] if r.endswith(".py") else (package / r).rglob("*.py") for r in rooms]
+    files = {p.relative_to(package).as_posix(): p for paths in named for p in paths}
     return {name: files[name] for name in sorted(files) if not is_left_out(name)}
 
 

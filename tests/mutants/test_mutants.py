@@ -105,6 +105,14 @@ def test_nothing_is_planted_in_what_is_left_out():
     assert all(list((ROOT / "mindspeed_fx").glob(f"{folder}*")) for folder in sample.LEFT_OUT)
 
 
+def test_a_room_may_be_a_file():
+    package = ROOT / "mindspeed_fx"
+    rooms = ("cost/operators.py", "kernels/triton/rms_norm.py", "partition")
+    files = sample.files_of(package, rooms)
+    assert {f for f in files if not f.startswith("partition/")} == {"cost/operators.py"} < files.keys()
+    assert {f.file for f in sample.faults_of(package, rooms[:1])} == {"cost/operators.py"}
+
+
 TINY = '''"""A package of its own."""
 
 

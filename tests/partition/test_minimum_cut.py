@@ -9,6 +9,7 @@ import networkx
 import pytest
 import torch
 
+from mindspeed_fx.compat import partitioner
 from mindspeed_fx.partition.partitioner import minimum_cut
 
 
@@ -57,3 +58,22 @@ def test_torch_asks_ours_and_not_networkx(monkeypatch):
     torch.compile(lambda x: x.sin().cos().sum(), backend="mindspeed", options=options)(x).backward()
     ((args, cut),) = asked
     assert cut == own(*args)
+
+
+def test_torchs_partitioner_asks_for_ours(monkeypatch):
+    def f(x):
+        return x.sin().cos().exp().sum()
+
+    asked = []
+    own = networkx.minimum_cut
+    monkeypatch.setattr(networkx, "minimum_cut", lambda *args: asked.append(args) or own(*args))
+    options = {"codegen": "eager", "disable": ["recompute.budget"]}
+    x = torch.randn(8, dtype=torch.double, requires_grad=True)
+    torch._dynamo.reset()
+    torch.compile(f, backend="mindspeed", options=options)(x).backward()
+    assert not asked
+    with partitioner._standing_in_for_networkx(lambda *_: (1.0, (set(), set()))):
+        assert networkx.minimum_cut(layered(0), "source", "sink") == (1.0, (set(), set()))
+    with partitioner._standing_in_for_networkx(None):
+        assert networkx.minimum_cut(layered(0), "source", "sink") == own(layered(0), "source", "sink")
+    assert len(asked) == 1

@@ -93,6 +93,11 @@ def test_a_llama_divided_by_sequence_too():
     )
 
 
+def test_a_llama_divided_by_width_too():
+    """Its norms are of rows of which a rank has a part."""
+    alike(Llama(layers=1).double(), {"tp_x": 2, "tp_y": 2}, "tp_2d", *batch(4, 6))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "plan, mesh",

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from mindspeed_fx.planning.prove_plan import prove_plan
+from mindspeed_fx.sharding.audit.relations import routed
 from mindspeed_fx.sharding.audit.relations.numbers import Place, root_index, whole_index
 from mindspeed_fx.sharding.audit.relations.parts import Digit, Part, Terms, Unproved
 from mindspeed_fx.sharding.audit.relations.rows import ANYTHING, ZERO, Context, Rows, added, covered
@@ -237,3 +238,15 @@ def test_elements_of_parts_are_numbered_as_in_the_whole():
     assert whole_index(dim, {"ep": 1}).tolist() == [3, 4, 5]
     index = root_index(((Digit(6, 1, 2),), dim), {"ep": 1})
     assert index[5].tolist() == [[3, 4, 5]] and index[6].tolist() == [[0], [1]]
+
+
+@pytest.mark.parametrize("cut, is_moved", [((0, 0, 4), True), ((1, 0, 6), True), ((2, 0, 2), True), ((2, 0, 1), False)])
+def test_a_slice_that_is_all_of_the_rows_leaves_them_as_they_are(cut, is_moved):
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    node = graph.call_function(aten.slice.Tensor, (x, *cut))
+    node.meta["val"] = torch.empty(4, 6, 2)[tuple(slice(*cut[1:]) if d == cut[0] else slice(None) for d in range(3))]
+    part = Part(0, tuple((Digit(i, 1, n),) for i, n in enumerate((4, 6, 2))))
+    x = Rows(part, (torch.arange(4),), torch.zeros(4, dtype=torch.int64))
+    result = routed._moved(None, [node], "slice", [x, *cut])
+    assert result is x if is_moved else result is None

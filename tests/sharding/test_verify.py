@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from collections import Counter
 from xml.etree import ElementTree
 
@@ -21,6 +22,7 @@ from mindspeed_fx.sharding.audit.gather_layout import Layout
 from mindspeed_fx.sharding.audit.replicated_backward import grown
 from mindspeed_fx.sharding.plan import Boundary, Plan
 from tests.sharding.llama import Llama
+from tests.sharding.test_divided_loss import Head, batch
 
 LAYERS, BATCH, SEQ, HIDDEN, HEADS, KV, FFN, VOCAB = 2, 4, 16, 32, 4, 4, 64, 64
 
@@ -30,7 +32,7 @@ def verified():
     """``verified(plan, mesh, rank)``: near misses and notes of the pass, in a process group that sends nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    def run(plan, sizes, rank=0, model=None, args=None):
+    def run(plan, sizes, rank=0, model=None, args=None, **options):
         world = 1
         for n in sizes.values():
             world *= n
@@ -43,7 +45,7 @@ def verified():
         report = mindspeed_fx.explain(
             made,
             *(torch.zeros(2, BATCH, SEQ, dtype=torch.long) if args is None else args),
-            options={"codegen": "eager"},
+            options={"codegen": "eager", **options},
         )
         dist.destroy_process_group()
         runs = [r.report for g in report.graphs for r in g.runs if r.report.name == "sharding.verify"]
@@ -94,6 +96,19 @@ def test_named_plans_send_no_more_than_they_need(verified, plan, mesh):
             assert {k: n for k, n in found.items() if k in per_layer} == {
                 k: LAYERS * n + OUTSIDE.get((plan, backward, k[0]), 0) for k, n in per_layer.items()
             }
+
+
+@pytest.mark.parametrize("smoothing, softcap, numbers", [(0.1, 0.0, 3), (0.0, 2.0, 2)])
+def test_a_divided_loss_sends_as_many_numbers_as_it_needs(verified, smoothing, softcap, numbers):
+    """Two sums a token, with smoothed labels three; a soft-cap is none of them."""
+    model = Head(smoothing=smoothing, softcap=softcap)
+    report = verified("tp", {"tp": 2}, model=model, args=batch(), enable=["fusion.linear_cross_entropy"])
+    assert not report.skipped
+    made = [m for m in json.loads(report.files["collectives.json"]) if not m["backward"]]
+    assert numbers * 10 * 4 in [m["bytes"] for m in made]
+    counts = next(n for n in report.notes if n.startswith("forward"))
+    sent, needed = (float(x) for x in re.findall(r"([\d.e-]+) MiB", counts)[:2])
+    assert sent == pytest.approx(needed, abs=32 / 2**20)
 
 
 TOKENS = BATCH * SEQ * HIDDEN * 4
@@ -264,3 +279,19 @@ def test_nothing_more_is_sent_where_values_are_padded(verified, plan, mesh, size
     report = verified(plan, mesh, model=Llama(LAYERS, **sizes), args=torch.zeros(2, *batch, dtype=torch.long))
     assert [(s.operator, s.reason) for s in report.skipped] == []
     assert any(note.startswith("padded: ") for note in report.notes)
+
+
+@pytest.mark.parametrize("start", range(12))
+def test_a_slice_is_a_layout_where_its_elements_are_a_product(start):
+    """Of a dimension of 12 that lies as 3 rows of 4, each 7 apart: a slice within one row, of whole rows, or none."""
+    places = [7 * (i // 4) + i % 4 for i in range(12)]
+    for length in range(1, 12 - start + 1):
+        layout = Layout((((3, 7), (4, 1)),), 0).sliced(0, start, length)
+        in_a_row, whole_rows = start // 4 == (start + length - 1) // 4, start % 4 == length % 4 == 0
+        if layout is None:
+            assert not whole_rows and not (in_a_row and length in (1, 2, 4) and start % length == 0)
+            continue
+        found = [layout.offset]
+        for n, stride in layout.dims[0]:
+            found = [at + i * stride for at in found for i in range(n)]
+        assert found == places[start : start + length]

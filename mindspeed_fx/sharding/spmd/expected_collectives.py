@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from mindspeed_fx.compat import dtensor, tracing, uneven_shards
 from mindspeed_fx.compat.fake import hint
 from mindspeed_fx.graph.provenance import module_path
+from mindspeed_fx.graph.schema import argument
 from mindspeed_fx.report.source import source_line
 from mindspeed_fx.sharding.constraint import constrain, operands
 from mindspeed_fx.sharding.expected import NUMBER, Send, Whole
@@ -223,7 +224,7 @@ class ExpectedCollectives:
             * (self.mesh.size(i) if logits.placements[i] == Shard(logits.ndim - 1) else 1)
         )
         wide = max(4, logits.dtype.itemsize)
-        smoothing = any(isinstance(a, float) and a for a in node.args[-2:])
+        smoothing = argument(node, "label_smoothing", 0.0)
         for numbers in (1, 3 if smoothing else 2):
             self._add("all_reduce", i, numbers * tokens * wide, False, node, "a loss whose classes are divided")
 

@@ -172,6 +172,12 @@ def test_softcap(kv_heads):
     assert report.counts[NAME] == 1 and ", None, True, 0.5, 0, 2.0)" in call_of(report)
 
 
+@pytest.mark.parametrize("cap", [0.0, -2.0])
+def test_a_cap_is_positive(cap):
+    report = function_agrees(lambda q, k, v: (torch.tanh(q @ k.transpose(-1, -2)) * cap).softmax(-1) @ v, *qkv())
+    assert report.counts[NAME] == 0
+
+
 def test_scale_after_softcap_is_skipped_with_the_reason():
     report = function_agrees(lambda q, k, v: (2 * (3 + torch.tanh(q @ k.transpose(-1, -2)))).softmax(-1) @ v, *qkv())
     assert report.counts[NAME] == 0

@@ -155,6 +155,18 @@ def test_biases_of_height_and_width_that_are_added_in_space(order):
     assert report.counts[NAME] == 1 and not report.skipped(NAME)
 
 
+@pytest.mark.parametrize("count", [5, 6])
+def test_no_more_than_five_are_added_in_space(count):
+    def attend(q, k, v, b):
+        s = (q @ k.transpose(-2, -1)).view(3, 2, 3, 2, 3)
+        for i in range(count):
+            s = s + b[i]
+        return s.view(3, 6, 6).softmax(-1) @ v
+
+    report = function_agrees(attend, *(double(3, 6, 4) for _ in range(3)), double(count, 3, 2, 3, 2, 3))
+    assert report.counts[NAME] == (count == 5)
+
+
 def test_scores_that_are_viewed_otherwise_when_something_is_added_are_left():
     def attend(q, k, v, b):
         return ((q @ k.transpose(-2, -1)).view(3, 2, 3, 6).transpose(1, 2).reshape(3, 6, 6) + b).softmax(-1) @ v

@@ -119,6 +119,17 @@ def test_as_matrix_products(gate):
     assert products(function_agrees(f, *inputs())) == (2, [])
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.bool])
+def test_two_choices_that_meet_in_one_place_are_one(dtype):
+    def f(x, first, second, place):
+        masks = [F.one_hot(c, EXPERTS).unsqueeze(-1) * F.one_hot(place, CAPACITY).unsqueeze(1) for c in (first, second)]
+        return torch.einsum("sec,sm->ecm", (masks[0] + masks[1]).to(dtype).bool().to(x.dtype), x)
+
+    first, place = torch.arange(TOKENS) % EXPERTS, torch.arange(TOKENS) % CAPACITY
+    second = first.where(place > 2, (first + 1) % EXPERTS)
+    assert products(function_agrees(f, double(TOKENS, HIDDEN), first, second, place)) == (1, [])
+
+
 def test_matrix_products_with_other_views_stay():
     def f(x, w):
         mask = F.one_hot(torch.arange(TOKENS) % EXPERTS, EXPERTS).to(x.dtype).unsqueeze(-1) * w

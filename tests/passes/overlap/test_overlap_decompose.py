@@ -177,6 +177,18 @@ def test_of_regions_that_are_alike_the_most_exposed_is_tried_first():
     assert chunk_search.Trials._single(trials, [["a", "b", "hidden", "c"], ["alone"]]) == [["b"], ["c"], ["a"]]
 
 
+@pytest.mark.parametrize("within, counts", [(None, {2, 4, 8}), (10**6, {2, 4})])
+def test_a_search_that_may_try_little_leaves_eight_chunks_out(eight, monkeypatch, within, counts):
+    gm = layers.graph(PROGRAMS["sequence"], LARGE, torch.bfloat16)
+    overlap_split(gm, context())
+    tried, asked = chunk_search.Trials(gm, context(), hardware("ascend910b2"), within=within), set()
+    monkeypatch.setattr(tried, "way", lambda chosen, below=None: asked.update(parts for _, parts in chosen))
+    monkeypatch.setattr(tried, "_added", lambda seconds, kinds: (seconds, []))
+    starts = [n for n in gm.graph.nodes if is_start(n) and kind(n) in KINDS]
+    tried.best({reach: list(disjoint(starts, reach)) for reach in ("pair", "pipeline")})
+    assert asked == counts
+
+
 def test_the_busiest_link_of_a_way_is_known_before_its_graph_is_made(eight, monkeypatch):
     gm = layers.graph(PROGRAMS["sequence"])
     overlap_split(gm, context())

@@ -14,7 +14,7 @@ from mindspeed_fx.passes.overlap.model import bounds
 from mindspeed_fx.passes.overlap.model.reasons import hideable, independent_seconds, share_hidden
 from mindspeed_fx.passes.overlap.model.simulator import memory_curve, simulate
 from mindspeed_fx.passes.overlap.model.tasks import COMPUTE, Buffer, Task, TaskGraph
-from mindspeed_fx.passes.overlap.scheduler import active_schedules
+from mindspeed_fx.passes.overlap.scheduler import active_schedules, local_search
 from mindspeed_fx.passes.overlap.scheduler.active_schedules import by_stretches
 from mindspeed_fx.passes.overlap.scheduler.beam_search import beam
 from mindspeed_fx.passes.overlap.scheduler.list_scheduler import list_schedule
@@ -277,3 +277,20 @@ def test_a_search_of_a_stretch_ends_where_it_finds_nothing_shorter(monkeypatch):
     ended, tasks = search(active_schedules.STALE, 10**8), sum(placed)
     assert active_schedules.STALE / 2 < tasks < 5 * active_schedules.STALE
     assert ended <= search(10**9, 2 * tasks) and sum(placed) > 1.5 * tasks
+
+
+def test_every_order_that_is_searched_from_gets_half_of_the_work_that_remains(monkeypatch):
+    budgets, spent = [], []
+    run = local_search._Search.run
+
+    def watched(self, work):
+        budgets.append(work)
+        run(self, work)
+        spent.append(self.spent)
+
+    monkeypatch.setattr(local_search._Search, "run", watched)
+    graph, work = random_tasks(5, 30), 40 * 30
+    schedule(graph, allowance=0, work=work)
+    remaining = [work - sum(spent[:n]) for n in range(1, len(spent))]
+    assert remaining and min(remaining) > 4 * len(graph)
+    assert budgets == [work // 2, *((n + 1) // 2 for n in remaining)]
