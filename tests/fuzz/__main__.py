@@ -11,7 +11,6 @@ import traceback
 import warnings
 
 import torch
-import torch._inductor.config as inductor_config
 
 from tests import forks
 
@@ -47,8 +46,6 @@ def main(arguments: list[str] | None = None) -> int:
     stack = contextlib.ExitStack()
     if options.graphs:
         stack.enter_context(graphs.interpreted())
-    elif options.codegen == "inductor":
-        stack.enter_context(inductor_config.patch(fallback_random=True))  # draws that can be compared with eager's
     with stack:
         return run(options)
 

@@ -17,11 +17,10 @@ from torch._dynamo.utils import detect_fake_mode
 
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
-    """In here Inductor's passes run, and its graphs are interpreted. Draws are torch's own, to be compared with."""
+    """In here Inductor's passes run, and its graphs are interpreted."""
     import torch._inductor.compile_fx as compile_fx
-    import torch._inductor.config as config
 
-    with mock.patch.object(compile_fx, "compile_fx_inner", _interpret), config.patch(fallback_random=True):
+    with mock.patch.object(compile_fx, "compile_fx_inner", _interpret):
         yield
 
 
