@@ -208,6 +208,15 @@ def record_attribute(tensor: torch.Tensor) -> torch.Tensor:
     return track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)
 
 
+def record_number(target: Any, args: tuple, value: Any) -> fx.Proxy:
+    """Record a call whose result fake values show as the number or the bool ``value``; proxies among ``args`` stay."""
+    tracer = _proxy_mode().tracer
+    operands = tuple(a if isinstance(a, fx.Proxy) else tracer.unwrap_proxy(a) for a in args)
+    proxy = tracer.create_proxy("call_function", target, operands, {})
+    proxy.node.meta["val"] = value
+    return proxy
+
+
 def autograd_number(node: fx.Node) -> int | None:
     """The call of autograd that a node of a joint graph belongs to, the same for an operator and its gradient; None
     where AOTAutograd says nothing, and of a sum of a tensor's gradients, to which it gives the number of another call.

@@ -17,6 +17,7 @@ import unittest
 from pathlib import Path
 
 import torch
+from torch._dynamo import lookup_backend
 
 BACKENDS = ("inductor", "aot_eager", "aot_eager_default_partitioner", "aot_eager_decomp_partition")
 """Names exchanged for ours."""
@@ -98,9 +99,11 @@ def exchange(mode, codegen, everywhere):
 def exchange_methods(module):
     """``TestAOTAutogradWithDynamo`` gives its programs to AOTAutograd as a backend of its own: to ours instead. What it
     expects of the text of AOTAutograd's graphs is not asked of ours, nor how many kernels Inductor makes of an
-    optimizer's step."""
+    optimizer's step. Where a file calls ``compile_fx`` itself, ours is called."""
     if optimizers := getattr(module, "CompiledOptimizerTests", None):
         optimizers.check_kernel_count = False
+    if compile_fx := getattr(module, "compile_fx", None):
+        module.compile_fx = note_reached(compile_fx, lookup_backend("inductor"))
     tests = getattr(module, "TestAOTAutogradWithDynamo", None)
     if tests is None:
         return
@@ -115,7 +118,7 @@ def exchange_methods(module):
 
         def backend(gm, inputs):
             graphs[0] = gm
-            return torch._dynamo.lookup_backend("aot_eager")(gm, inputs)
+            return lookup_backend("aot_eager")(gm, inputs)
 
         return compile_and_run
 

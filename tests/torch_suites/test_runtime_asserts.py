@@ -1,0 +1,73 @@
+"""What a program asserts of sizes that data decides holds when the compiled program runs."""
+
+import pytest
+import torch
+
+SEVEN = [0, 1, 3, 4, 2, 0, 0]
+
+
+def rows_are_four(x):
+    rows = x.nonzero()
+    torch._check(rows.size(0) == 4)
+    return rows + 3
+
+
+def rows_are_four_seen_late(x):
+    rows = x.nonzero().squeeze(1) * 2
+    torch._check(rows.size(0) == 4)
+    return rows
+
+
+def chosen_are_four(x):
+    chosen = x[x > 0]
+    torch._check(chosen.size(0) == 4)
+    return chosen * 2
+
+
+def twice_as_many(x):
+    rows = x.nonzero().squeeze(1)
+    torch._check(2 * rows.size(0) == 8)
+    return rows + 1
+
+
+def as_many_as_another(x):
+    rows, others = x.nonzero(), (x - 4).nonzero()
+    torch._check(rows.size(0) == others.size(0) - 2)
+    return rows.sum() + others.sum()
+
+
+def values_add_up(x):
+    total = x.sum().item()
+    torch._check(total == 10)
+    return x.new_ones(10) + total
+
+
+def at_most_four(x):
+    rows = x.nonzero()
+    torch._check(rows.size(0) <= 4)
+    return rows + 3
+
+
+PROGRAMS = (
+    rows_are_four,
+    rows_are_four_seen_late,
+    chosen_are_four,
+    twice_as_many,
+    as_many_as_another,
+    values_add_up,
+    at_most_four,
+)
+
+
+@pytest.mark.parametrize("level", (0, 2))
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True)
+def test_holds_when_it_runs(program, level):
+    options = {"level": level, "codegen": "eager"}
+    compiled = torch.compile(program, backend="mindspeed", fullgraph=True, options=options)
+    holds, fails = torch.tensor(SEVEN), torch.tensor([2, 3, 1, 5, 2, 4, 3])
+    torch.testing.assert_close(compiled(holds), program(holds))
+    with pytest.raises(RuntimeError):
+        program(fails)
+    with pytest.raises(RuntimeError):
+        compiled(fails)
