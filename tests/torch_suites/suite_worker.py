@@ -9,6 +9,7 @@ import faulthandler
 import functools
 import importlib.util
 import json
+import multiprocessing
 import os
 import sys
 import time
@@ -22,8 +23,8 @@ from torch._dynamo import lookup_backend
 BACKENDS = ("inductor", "aot_eager", "aot_eager_default_partitioner", "aot_eager_decomp_partition")
 """Names exchanged for ours."""
 
-REACHED = []
-"""The backends that the test that runs has called."""
+REACHED = multiprocessing.Value("i", 0)
+"""How many graphs the test that runs has given to a backend, here or in processes that it forked."""
 
 LEFT_OUT = ("TestEagerFusion", "TestAOTAutogradWithCache")
 """Beginnings of classes that test AOTAutograd itself: thousands of single operators, and its cache."""
@@ -131,7 +132,8 @@ def note_reached(backend, exchanged):
 
     @functools.wraps(backend)
     def call(*args, **kwargs):
-        REACHED.append(backend)
+        with REACHED:
+            REACHED.value += 1
         return run(*args, **kwargs)
 
     return call
@@ -178,15 +180,15 @@ def short_name(test):
 
 
 def run(test):
-    REACHED.clear()
+    REACHED.value = 0
     began, result = time.time(), unittest.TestResult()
     try:
-        test.run(result)
+        unittest.TestSuite([test]).run(result)  # with what its class sets up
     except BaseException as error:  # a test that leaves the runner has failed
         result.errors.append((test, "".join(traceback.format_exception(error))))
     status, text = outcome(result)
     seconds = round(time.time() - began, 2)
-    return {"test": short_name(test), "status": status, "text": text, "reached": len(REACHED), "seconds": seconds}
+    return {"test": short_name(test), "status": status, "text": text, "reached": REACHED.value, "seconds": seconds}
 
 
 def outcome(result):
