@@ -127,7 +127,10 @@ class _Recorder(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         self.node = n
-        return super().run_node(n)
+        result = super().run_node(n)
+        if n.meta.get("unbacked_bindings"):
+            symbols.bind_again(n, result)
+        return result
 
     def get_attr(self, target: str, args: tuple, kwargs: dict) -> Any:
         value = self.bodies[target] if target in self.bodies else super().get_attr(target, args, kwargs)
@@ -172,6 +175,8 @@ class _Recorder(fx.Interpreter):
             return value
         if n.target is aten.sym_size.int and _decides_sizes(n.args[0]):
             return tracing.record_number(_SIZE, (self.env[n.args[0]], n.args[1]), value)
+        if n.target == "item" and _decides_sizes(n):
+            return tracing.record_number(aten.item.default, (self.env[n.args[0]],), value)
         if n.op == "call_function" and _is_of_numbers(n.target):
             operands = tuple(self.recorded_condition(a) if isinstance(a, fx.Node) else a for a in n.args)
             if any(isinstance(a, fx.Proxy) for a in operands):

@@ -11,6 +11,7 @@ from unittest import mock
 import sympy
 import torch
 import torch.fx as fx
+from torch.utils import _pytree as pytree
 
 from mindspeed_fx.compat.fake import hint
 
@@ -180,3 +181,12 @@ def new_row_count() -> torch.SymInt:
     count = torch.library.get_ctx()._shape_env.create_unbacked_symint()
     _constrain_range_for_size(count)
     return count
+
+
+def bind_again(node: fx.Node, result: Any) -> None:
+    """Give the symbols of data in ``result``, of a call that Dynamo traced as ``node``, the names that they have there:
+    what was asserted of those holds of these."""
+    from torch._guards import detect_fake_mode
+    from torch.fx.experimental.symbolic_shapes import rebind_unbacked
+
+    rebind_unbacked(detect_fake_mode(pytree.tree_leaves(result)).shape_env, node, result)

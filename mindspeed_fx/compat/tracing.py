@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import types
 from typing import Any, Callable, Iterator, Sequence
 from unittest import mock
 
@@ -246,39 +245,6 @@ def is_higher_order(target: Any) -> bool:
 def is_autograd_function(target: Any) -> bool:
     """True for the node that Dynamo makes of ``autograd.Function.apply``."""
     return is_higher_order(target) and target.name() == "autograd_function_apply"
-
-
-TRAMPOLINE = "trampoline_autograd_apply"
-"""What Dynamo makes of an ``autograd.Function`` that it leaves whole."""
-
-
-def is_left_whole(target: Any) -> bool:
-    """Whether a function of a Dynamo graph is one that Dynamo did not look into, not torch's own."""
-    if not isinstance(target, (types.FunctionType, types.MethodType)) or is_higher_order(target):
-        return False
-    return target.__name__ == TRAMPOLINE or not str(target.__module__).startswith("torch.")
-
-
-def applies_autograd_function(target: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a function that Dynamo left whole applies an ``autograd.Function``, seen by calling it on fake values."""
-    if target.__name__ == TRAMPOLINE:
-        return True
-    kind, applied = torch.autograd.Function, []
-    original = kind.__dict__["apply"]
-
-    def note(cls: Any, *operands: Any, **named: Any) -> Any:
-        applied.append(cls)
-        return original.__get__(None, cls)(*operands, **named)
-
-    kind.apply = classmethod(note)
-    try:
-        with tracing_fake([*pytree.tree_leaves((args, kwargs))]):
-            target(*args, **kwargs)
-    except Exception:
-        return bool(applied)  # the trace of the graph says what is wrong with the call
-    finally:
-        kind.apply = original
-    return bool(applied)
 
 
 def is_checkpoint(target: Any) -> bool:

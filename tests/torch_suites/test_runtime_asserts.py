@@ -71,3 +71,36 @@ def test_holds_when_it_runs(program, level):
         program(fails)
     with pytest.raises(RuntimeError):
         compiled(fails)
+
+
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_of_the_number_that_an_input_holds():
+    def program(x, number):
+        value = number.item()
+        torch._check(value == 3)
+        return x + value
+
+    compiled = torch.compile(program, backend="mindspeed", fullgraph=True, options={"codegen": "eager"})
+    x = torch.randn(4)
+    torch.testing.assert_close(compiled(x, torch.tensor(3)), x + 3)
+    with pytest.raises(RuntimeError):
+        compiled(x, torch.tensor(4))
+
+
+@pytest.mark.slow
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_of_a_number_that_is_a_sum_of_sizes():
+    """Generated code asserts it; of Dynamo's graph alone nobody could tell, which compares the number with itself."""
+
+    def program(x, y, number):
+        number += 7
+        torch._check(x.size(0) < 100)
+        torch._check(y.size(0) < 100)
+        torch._check(number.item() == x.size(0) + y.size(0))
+        return x, y, number
+
+    compiled = torch.compile(program, backend="mindspeed", fullgraph=True, dynamic=True)
+    x, y = torch.randn(16, 10), torch.randn(15, 10)
+    compiled(x, y, torch.tensor(24))
+    with pytest.raises(RuntimeError):
+        compiled(x, y, torch.tensor(25))
