@@ -117,10 +117,12 @@ def without_fake_mode() -> Any:
 
 
 def make_fx_pre_dispatch(run: Callable, values: Sequence[Any], names: Sequence[str]) -> fx.GraphModule:
-    """``run(*values)`` as a graph of ATen operators before autograd, with the origin of every node kept."""
+    """``run(*values)`` as a graph of ATen operators before autograd, with the origin of every node kept; also where an
+    operator is being dispatched (``__torch_dispatch__``), below the key at which they are recorded."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    with fx.traceback.preserve_node_meta():
+    recorded = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.PreDispatch, False)
+    with fx.traceback.preserve_node_meta(), recorded:
         gm = make_fx(run, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(*values)
     for node, name in zip([n for n in gm.graph.nodes if n.op == "placeholder"], names):
         node._rename(name)
