@@ -121,9 +121,17 @@ def make_fx_pre_dispatch(run: Callable, values: Sequence[Any], names: Sequence[s
     operator is being dispatched (``__torch_dispatch__``), below the key at which they are recorded."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
+    roots = []
+
+    def note_root(*values: Any) -> Any:
+        roots.append(_proxy_mode().tracer.root)
+        return run(*values)
+
     recorded = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.PreDispatch, False)
     with fx.traceback.preserve_node_meta(), recorded:
-        gm = make_fx(run, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(*values)
+        gm = make_fx(note_root, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(*values)
+    for root in roots:
+        vars(root).clear()  # it stands in a circle with its tracer, and would keep the tensors that the graph holds
     for node, name in zip([n for n in gm.graph.nodes if n.op == "placeholder"], names):
         node._rename(name)
         node.target = node.name
