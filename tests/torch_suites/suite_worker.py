@@ -38,7 +38,7 @@ def main():
     with open(arguments.out, "a", buffering=1) as out:
         module = load(arguments.file, arguments.root)
         if arguments.mode != "original":
-            exchange_methods(module)
+            exchange_methods(module, arguments.root)
         for test in tests_of(module):
             name = short_name(test)
             if name in done or wanted is not None and name not in wanted or name.startswith(LEFT_OUT):
@@ -97,14 +97,15 @@ def exchange(mode, codegen, everywhere):
     registry._COMPILER_FNS.update(known)
 
 
-def exchange_methods(module):
+def exchange_methods(module, root):
     """``TestAOTAutogradWithDynamo`` gives its programs to AOTAutograd as a backend of its own: to ours instead. What it
     expects of the text of AOTAutograd's graphs is not asked of ours, nor how many kernels Inductor makes of an
-    optimizer's step. Where a file calls ``compile_fx`` itself, ours is called."""
+    optimizer's step. Where a file, or one that it imports, calls ``compile_fx`` itself, ours is called."""
     if optimizers := getattr(module, "CompiledOptimizerTests", None):
         optimizers.check_kernel_count = False
-    if compile_fx := getattr(module, "compile_fx", None):
-        module.compile_fx = note_reached(compile_fx, lookup_backend("inductor"))
+    for other in [module, *(m for m in list(sys.modules.values()) if is_below(m, root))]:
+        if "compile_fx" in vars(other):
+            other.compile_fx = lookup_backend("inductor")
     tests = getattr(module, "TestAOTAutogradWithDynamo", None)
     if tests is None:
         return
@@ -124,6 +125,10 @@ def exchange_methods(module):
         return compile_and_run
 
     tests.run_autograd, tests.assertExpectedInline = run_autograd, lambda *args, **kwargs: None
+
+
+def is_below(module, root):
+    return (getattr(module, "__file__", None) or "").startswith(root)
 
 
 def note_reached(backend, exchanged):
