@@ -51,6 +51,38 @@ def same_size(a: Any, b: Any) -> bool:
     return bool(free) and all(first.subs(sample) == second.subs(sample) for sample in samples)
 
 
+def float_value(number: torch.SymFloat) -> float | None:
+    """What a number that is an input was while tracing: a guard ties the graph to it, at once or, within
+    :func:`noting_floats`, where it turns out to matter. None of one that data decides."""
+    if not isinstance(number.node.hint, float):
+        return None
+    if _NOTED is None:
+        return float(number)
+    _NOTED.append(number)
+    return number.node.hint
+
+
+@contextlib.contextmanager
+def noting_floats() -> Iterator[list[torch.SymFloat]]:
+    """Meanwhile numbers that are asked for are put into the list that this gives; :func:`tie_floats` adds the guards of
+    those of which something was made."""
+    global _NOTED
+    before, _NOTED = _NOTED, []
+    try:
+        yield _NOTED
+    finally:
+        _NOTED = before
+
+
+def tie_floats(numbers: list[torch.SymFloat]) -> None:
+    """Tie the graph to the values that ``numbers`` had while tracing."""
+    for number in numbers:
+        float(number)
+
+
+_NOTED: list[torch.SymFloat] | None = None
+
+
 @contextlib.contextmanager
 def equal_sizes_once() -> Iterator[None]:
     """Meanwhile a symbolic size that is computed again while ``make_fx`` records is what was computed first. A DTensor

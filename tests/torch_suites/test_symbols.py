@@ -1,6 +1,8 @@
 """Sizes that are symbols, of inputs and of data: no pass asks for their numbers."""
 
+import pytest
 import torch
+from torch._dynamo import lookup_backend
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mindspeed_fx.compat import dispatcher
@@ -41,3 +43,68 @@ def test_a_product_whose_strides_data_decides(monkeypatch):
     for count in (3, 1):
         count, w = torch.tensor(count), torch.ones(512, 512)
         torch.testing.assert_close(compiled(count, w), program(count, w))
+
+
+def floats_of(x, rate):
+    return (x.sqrt() / rate**0.5 + 1e-8) * rate
+
+
+def gate(x, rate):
+    return x * torch.sigmoid(rate * x) + rate
+
+
+def norm(x, rate):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + rate)
+
+
+def scores(x, rate):
+    return torch.softmax(x @ x.t() * rate, -1) @ x
+
+
+@pytest.mark.parametrize("program", [floats_of, gate])
+def test_a_number_that_changes_is_compiled_for_twice(program):
+    """Once as a constant, and once for all: looking for patterns asked for its value, which tied the graph to it."""
+    graphs = []
+
+    def counted(gm, inputs):
+        graphs.append(gm)
+        return lookup_backend("mindspeed")(gm, inputs, options=OPTIONS)
+
+    compiled = torch.compile(program, backend=counted)
+    x = torch.rand(4, 8)
+    for rate in (0.5, 0.25, 0.75, 1.5):
+        torch.testing.assert_close(compiled(x, rate), program(x, rate))
+    assert len(graphs) == 2
+
+
+def test_a_number_that_a_rewrite_needs_is_what_it_was_compiled_for():
+    compiled = torch.compile(norm, backend="mindspeed", dynamic=True, options=OPTIONS)
+    x = torch.rand(4, 8)
+    for eps in (1e-6, 0.25, 1e-6):
+        torch.testing.assert_close(compiled(x, eps), norm(x, eps))
+
+
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+@pytest.mark.parametrize("program", [floats_of, gate, norm, scores])
+def test_a_number_of_data(program):
+    compiled = torch.compile(
+        lambda x, data: program(x, data.sum().item()), backend="mindspeed", fullgraph=True, options=OPTIONS
+    )
+    for data in (torch.tensor([0.25, 0.5]), torch.tensor([1.0, 2.0])):
+        x = torch.rand(4, 8)
+        torch.testing.assert_close(compiled(x, data), program(x, data.sum().item()))
+
+
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+@pytest.mark.parametrize("along, across", [(0, 1), (0, 2), (1, 0)])
+def test_pieces_as_long_as_data_says(along, across):
+    """What reorders by one copy asked whether the reordered is contiguous."""
+
+    def program(count):
+        n = count.item()
+        x = torch.ones(4, n, 6) if along == 0 else torch.ones(n, 4, 6)
+        return torch.cat(x.split(2, along), across).cumsum(0)
+
+    compiled = torch.compile(program, backend="mindspeed", fullgraph=True, options=OPTIONS)
+    for count in (torch.tensor(3), torch.tensor(1), torch.tensor(0)):
+        torch.testing.assert_close(compiled(count), program(count))
