@@ -24,6 +24,11 @@ from pathlib import Path
 
 FILES = (
     "test/inductor/test_compiled_optimizers.py",
+    "test/inductor/test_torchinductor.py",
+    "test/inductor/test_torchinductor_dynamic_shapes.py",
+    "test/dynamo/test_misc.py",
+    "test/dynamo/test_functions.py",
+    "test/dynamo/test_modules.py",
     "test/dynamo/test_subclasses.py",
     "test/dynamo/test_aot_autograd.py",
     "test/dynamo/test_repros.py",
@@ -33,7 +38,14 @@ FILES = (
     "test/dynamo/test_higher_order_ops.py",
     "test/dynamo/test_hooks.py",
     "test/dynamo/test_autograd_function.py",
+    "test/dynamo/test_ctx_manager.py",
+    "test/dynamo/test_subgraphs.py",
+    "test/dynamo/test_unspec.py",
+    "test/dynamo/test_modes.py",
+    "test/dynamo/test_recompiles.py",
     "test/higher_order_ops/test_invoke_subgraph.py",
+    "test/higher_order_ops/test_with_effects.py",
+    "test/distributed/tensor/test_dtensor_compile.py",
 )
 EXCEPTIONS = Path(__file__).with_name("suite_exceptions.txt")
 SHARE = 0.01
@@ -42,13 +54,12 @@ SHARE = 0.01
 INDUCTORS_OWN = re.compile(
     r"run_and_get|get_code|stripped_kernels|kernel_count|metrics\.|counters\[|FileCheck|\bcodes?\d?\b|_code\b|code_\w*\b"
 )
-"""What a statement names that asks for Inductor's generated code or counters."""
+"""What a statement names that asks for Inductor's generated code or counters, or for the text of a graph."""
 CHECKERS = (
     "/unittest/",
     "/torch/testing/",
     "/torch/_dynamo/test_case.py",
     "/torch/_inductor/utils.py",
-    "/contextlib.py",
 )
 """Files in which a check that a test makes of a result fails, and nothing that was compiled."""
 
@@ -153,19 +164,21 @@ def asks_inductor(entry):
 
 
 def statement_at(file, line):
-    """The text of the innermost statement of a file that holds a line; "" outside of test files."""
+    """The text of the innermost statement of a file that holds a line, without what is nested in it; "" outside of test
+    files."""
     if "/test" not in file or not os.path.exists(file):
         return ""
-    holding = [node for node in statements(file) if node.lineno <= line <= node.end_lineno]
-    if not holding:
-        return ""
-    node = max(holding, key=lambda node: (node.lineno, -node.end_lineno))
-    return "\n".join(Path(file).read_text().splitlines()[node.lineno - 1 : node.end_lineno])
+    holding = [(first, -last) for first, last in statements(file) if first <= line <= last]
+    first, last = max(holding, default=(1, 0))
+    return "\n".join(Path(file).read_text().splitlines()[first - 1 : -last])
 
 
 @functools.cache
 def statements(file):
-    return [node for node in ast.walk(ast.parse(Path(file).read_text())) if isinstance(node, ast.stmt)]
+    """(first line, last line) of every statement of a file; of one with a body its head."""
+    nodes = [node for node in ast.walk(ast.parse(Path(file).read_text())) if isinstance(node, ast.stmt)]
+    heads = [node.body[0].lineno - 1 if getattr(node, "body", None) else node.end_lineno for node in nodes]
+    return [(node.lineno, max(node.lineno, last)) for node, last in zip(nodes, heads)]
 
 
 def describe(entry):
