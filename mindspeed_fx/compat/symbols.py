@@ -221,4 +221,5 @@ def bind_again(node: fx.Node, result: Any) -> None:
     from torch._guards import detect_fake_mode
     from torch.fx.experimental.symbolic_shapes import rebind_unbacked
 
-    rebind_unbacked(detect_fake_mode(pytree.tree_leaves(result)).shape_env, node, result)
+    if (mode := detect_fake_mode(pytree.tree_leaves(result))) is not None:  # numbers alone, and nobody traces
+        rebind_unbacked(mode.shape_env, node, result)
