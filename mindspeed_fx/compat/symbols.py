@@ -217,9 +217,12 @@ def new_row_count() -> torch.SymInt:
 
 def bind_again(node: fx.Node, result: Any) -> None:
     """Give the symbols of data in ``result``, of a call that Dynamo traced as ``node``, the names that they have there:
-    what was asserted of those holds of these."""
+    what was asserted of those holds of these. Those that a fake tensor remembered have them."""
     from torch._guards import detect_fake_mode
-    from torch.fx.experimental.symbolic_shapes import rebind_unbacked
+    from torch.fx.experimental.symbolic_shapes import rebind_unbacked, resolve_unbacked_bindings
 
-    if (mode := detect_fake_mode(pytree.tree_leaves(result))) is not None:  # numbers alone, and nobody traces
+    if (mode := detect_fake_mode(pytree.tree_leaves(result))) is None:  # numbers alone, and nobody traces
+        return
+    bindings = resolve_unbacked_bindings(mode.shape_env, node.meta["unbacked_bindings"])
+    if not any(symbol == size_expression(pytree.key_get(result, path)) for symbol, path in bindings.items()):
         rebind_unbacked(mode.shape_env, node, result)

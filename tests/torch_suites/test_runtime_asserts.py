@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from mindspeed_fx.capture import capture
+
 SEVEN = [0, 1, 3, 4, 2, 0, 0]
 
 
@@ -104,3 +106,17 @@ def test_of_a_number_that_is_a_sum_of_sizes():
     compiled(x, y, torch.tensor(24))
     with pytest.raises(RuntimeError):
         compiled(x, y, torch.tensor(25))
+
+
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_a_size_that_an_input_remembers():
+    """Its symbol is Dynamo's already, however often the graph is captured."""
+    graphs = []
+
+    def keep(gm, inputs):
+        graphs.extend([capture(gm), capture(gm)])
+        return gm
+
+    torch.compile(lambda x: (x.nonzero() + 3, x[x > 0] * 2), backend=keep, fullgraph=True)(torch.tensor(SEVEN))
+    for graph in graphs:
+        assert any(n.target is torch.ops.aten.nonzero.default for n in graph.graph.nodes)
