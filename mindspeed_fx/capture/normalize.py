@@ -171,23 +171,14 @@ def _cast(node: fx.Node) -> None:
 
 def _bypass_if_alias(node: fx.Node) -> None:
     source = node.args[0]
-    a, b = node.meta["val"], source.meta["val"]
-    if (
-        _same_storage(node, source)
-        and a.shape == b.shape
-        and a.stride() == b.stride()
-        and a.dtype == b.dtype
-        and a.storage_offset() == b.storage_offset()
-    ):
+    if _same_storage(node, source) and _place(node) == _place(source):
         _bypass(node, source, same_object=node.target is aten.contiguous.default)
 
 
-def _slice(node: fx.Node) -> None:
-    """A slice of everything, which only a symbolic size leaves in a graph (``x[:, 1]``); sizes are compared as text, so
-    that no guard comes of it.
-    """
-    if str(node.meta["val"].shape) == str(node.args[0].meta["val"].shape):
-        _bypass_if_alias(node)
+def _place(node: fx.Node) -> tuple:
+    """Where in its storage a value lies, and as what; as text, so that comparing symbols asks for no guard."""
+    value = node.meta["val"]
+    return value.dtype, str(value.shape), str(value.stride()), str(value.storage_offset())
 
 
 def _dropout(node: fx.Node) -> None:
@@ -218,11 +209,13 @@ def _split(node: fx.Node) -> None:
 
 def _concatenate(node: fx.Node) -> None:
     tensors, value = node.args[0], node.meta["val"]
-    kept = [n for n in tensors if n.meta["needs_grad"] or tuple(n.meta["val"].shape) != (0,) or value.dim() == 1]
+    kept = [
+        n for n in tensors if n.meta["needs_grad"] or str(n.meta["val"].shape) != "torch.Size([0])" or value.dim() == 1
+    ]
     if not kept or all(n.meta["val"].dtype != value.dtype for n in kept):
         return
     source = kept[0]
-    laid_out_alike = value.stride() == source.meta["val"].stride() and value.dtype == source.meta["val"].dtype
+    laid_out_alike = str(value.stride()) == str(source.meta["val"].stride()) and value.dtype == source.meta["val"].dtype
     if len(kept) == 1 and laid_out_alike and not _are_seen_outside(node, source):
         node.replace_all_uses_with(source)
     elif len(kept) < len(tensors):
@@ -251,7 +244,14 @@ _SPELLINGS: dict[Any, Callable[[fx.Node], None]] = {
         _cast,
     ),
     **dict.fromkeys(
-        (aten.contiguous.default, aten.alias.default, aten.expand.default, aten.reshape.default, aten.view.default),
+        (
+            aten.contiguous.default,
+            aten.alias.default,
+            aten.expand.default,
+            aten.reshape.default,
+            aten.view.default,
+            aten.slice.Tensor,  # of everything, which only a symbolic size leaves in a graph (``x[:, 1]``)
+        ),
         _bypass_if_alias,
     ),
     **dict.fromkeys(
@@ -265,7 +265,6 @@ _SPELLINGS: dict[Any, Callable[[fx.Node], None]] = {
         ),
         _split,
     ),
-    aten.slice.Tensor: _slice,
     aten.cat.default: _concatenate,
     aten.dropout.default: _dropout,
     aten.mul.Tensor: _square,

@@ -18,8 +18,9 @@ import torch
 import torch.fx as fx
 
 from mindspeed_fx.capture import chosen_rows
-from mindspeed_fx.compat import autocast, tracing
+from mindspeed_fx.compat import autocast, symbols, tracing
 from mindspeed_fx.graph.annotate import is_isolated_body
+from mindspeed_fx.graph.match import aten
 
 
 class CaptureError(RuntimeError):
@@ -47,6 +48,9 @@ def trace(gm: fx.GraphModule, values: list[Any] | None = None) -> fx.GraphModule
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
     with tracing.tracing_fake([*values, *(n.meta.get("example_value") for n in gm.graph.nodes)]):
         captured = tracing.make_fx_pre_dispatch(_Recorder(gm, bodies).run, values, names=[n.name for n in inputs])
+    for node in captured.graph.find_nodes(op="call_function", target=aten.sym_size.int):
+        if _decides_sizes(node.args[0]) and isinstance(symbols.size_expression(node.meta["val"]), int):
+            node.target = _SIZE
     captured.meta.update(gm.meta)  # where a checkpointed region has its policy
     for node, value in zip(captured.graph.nodes, values):
         node.meta["requires_grad"] = isinstance(value, torch.Tensor) and value.requires_grad
@@ -109,6 +113,10 @@ def _tell_results_apart(graph: fx.Graph) -> None:
         output.args = ((fx.map_arg(tuple(results), apart), *others),)
 
 
+_SIZE = torch.Tensor.size
+"""How a size of data that is known only for an assertion is read: of ``sym_size.int`` AOTAutograd makes a number."""
+
+
 class _Recorder(fx.Interpreter):
     """Runs the Dynamo graph on fake values while ``make_fx`` records; keeps higher-order operators whole."""
 
@@ -119,7 +127,10 @@ class _Recorder(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         self.node = n
-        return super().run_node(n)
+        result = super().run_node(n)
+        if n.meta.get("unbacked_bindings"):
+            symbols.bind_again(n, result)
+        return result
 
     def get_attr(self, target: str, args: tuple, kwargs: dict) -> Any:
         value = self.bodies[target] if target in self.bodies else super().get_attr(target, args, kwargs)
@@ -134,6 +145,8 @@ class _Recorder(fx.Interpreter):
             return chosen_rows.choose_bounded(*args)
         if tracing.is_data(target):
             return args[0].detach()  # what ``.data`` gives is a tensor that no tracer has seen made
+        if target is aten._assert_scalar.default and args[0] is True:
+            return self.record_assertion(*args)
         if target is torch.autograd.grad:
             # Before autograd there are no operators for it: recorded, the engine's calls would be differentiable where
             # eager's are not, and the results that it saved would be constants.
@@ -146,6 +159,30 @@ class _Recorder(fx.Interpreter):
             raise CaptureError(f"{self.node.name} changes a state that operators do not show")
         return result
 
+    def record_assertion(self, _: bool, message: str) -> None:
+        """An assertion whose condition fake values say holds. Where data decides a size of which it is known only for
+        that, the condition is recorded as Dynamo has it, with the size that the tensor will have."""
+        condition = self.node.args[0]
+        if isinstance(condition, fx.Node):
+            condition = self.recorded_condition(condition)
+        if isinstance(condition, fx.Proxy):
+            tracing.record_number(aten._assert_scalar.default, (condition, message), None)
+
+    def recorded_condition(self, n: fx.Node) -> Any:
+        """The proxy of a number of Dynamo's graph that a size of data takes part in, the number itself of any other."""
+        value = self.env[n]
+        if not isinstance(value, (bool, int, float)):
+            return value
+        if n.target is aten.sym_size.int and _decides_sizes(n.args[0]):
+            return tracing.record_number(_SIZE, (self.env[n.args[0]], n.args[1]), value)
+        if n.target == "item" and _decides_sizes(n):
+            return tracing.record_number(aten.item.default, (self.env[n.args[0]],), value)
+        if n.op == "call_function" and _is_of_numbers(n.target):
+            operands = tuple(self.recorded_condition(a) if isinstance(a, fx.Node) else a for a in n.args)
+            if any(isinstance(a, fx.Proxy) for a in operands):
+                return tracing.record_number(n.target, operands, value)
+        return value
+
 
 _DROPPED = ("_check", "_assert", "_constrain", "sym_constrain", "_log_api", "_saved_tensors_hooks_", "_sdpa_kernel")
 """How the names of functions without a result begin that say something about sizes, which their symbols remember, count
@@ -153,12 +190,19 @@ uses, forbid hooks, or choose among attention kernels."""
 
 
 def _may_be_dropped(target: Any) -> bool:
-    if getattr(target, "__module__", None) in (
-        "builtins",
-        "_operator",
-    ):  # an attribute that is None is read, not changed
+    if _is_of_numbers(target):  # an attribute that is None is read, not changed
         return True
     return str(getattr(target, "__name__", "")).startswith(_DROPPED)
+
+
+def _is_of_numbers(target: Any) -> bool:
+    """Whether a function is one of Python's own, comparisons and arithmetic among them."""
+    return getattr(target, "__module__", None) in ("builtins", "_operator")
+
+
+def _decides_sizes(n: fx.Node) -> bool:
+    """Whether values decide a size of the result, which is not bounded instead (:mod:`.chosen_rows`)."""
+    return bool(n.meta.get("unbacked_bindings")) and n.target is not chosen_rows.CHOSEN
 
 
 def _attribute(gm: fx.GraphModule, target: str) -> Any:

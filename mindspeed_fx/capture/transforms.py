@@ -21,7 +21,7 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
-from mindspeed_fx.compat import autocast, fake, fx_graph, higher_order, tracing
+from mindspeed_fx.compat import autocast, fake, fx_graph, higher_order, tracing, whole_calls
 from mindspeed_fx.graph.annotate import WHOLE_CALL, _is_transform, written_nodes
 
 NAME = "transform_"
@@ -52,10 +52,11 @@ def isolate(gm: fx.GraphModule) -> str | None:
 
 
 def _move_whole_calls(gm: fx.GraphModule) -> None:
-    """Move what applies an ``autograd.Function`` unseen, with the reads of its results, unless a transform holds it."""
+    """Move what applies an ``autograd.Function`` or puts hooks on tensors unseen, with the reads of its results, unless
+    a transform holds it."""
     if any(_is_transform(n) for n in gm.graph.nodes):
         return
-    calls = [n for n in gm.graph.nodes if n.op == "call_function" and _applies_autograd_function(n)]
+    calls = [n for n in gm.graph.nodes if n.op == "call_function" and _has_own_gradient(n)]
     for call in calls:
         call.meta[WHOLE_CALL] = True
         _move(gm, [call, *(n for n in gm.graph.nodes if n.target is operator.getitem and n.args[0] is call)])
@@ -63,11 +64,11 @@ def _move_whole_calls(gm: fx.GraphModule) -> None:
         gm.recompile()
 
 
-def _applies_autograd_function(n: fx.Node) -> bool:
-    if not tracing.is_left_whole(n.target):  # values are looked up for the few calls that may be
+def _has_own_gradient(n: fx.Node) -> bool:
+    if not whole_calls.is_left_whole(n.target):  # values are looked up for the few calls that may be
         return False
     args, kwargs = fx.map_arg((n.args, n.kwargs), fx_graph.example_value_of)
-    return tracing.applies_autograd_function(n.target, args, kwargs)
+    return whole_calls.has_own_gradient(n.target, args, kwargs)
 
 
 def _regions(gm: fx.GraphModule) -> list[list[fx.Node] | str]:

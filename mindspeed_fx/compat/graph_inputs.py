@@ -16,14 +16,14 @@ def copy_dynamo_graph(gm: fx.GraphModule) -> fx.GraphModule:
     tensors and modules are shared. What the backend changes is then not seen by those who keep the graph: Dynamo, and
     backends that call this one.
     """
-    graph, memo = fx.Graph(), {}
+    graph, memo, empty = fx.Graph(), {}, fx.Graph()
     graph.output(graph.graph_copy(gm.graph, memo))
     for node in memo.values():
         node.meta = dict(node.meta)
     for node in gm.graph.nodes:
         if hasattr(node, "_dynamo_source"):
             memo[node]._dynamo_source = node._dynamo_source
-    copy = lazy_graph(torch.nn.Module(), fx.Graph())
+    copy = lazy_graph(torch.nn.Module(), empty)
     for name in ("_parameters", "_buffers", "_modules"):  # as they are: a plain tensor is no buffer
         getattr(copy, name).update(getattr(gm, name))
     for name, body in copy._modules.items():
@@ -32,6 +32,7 @@ def copy_dynamo_graph(gm: fx.GraphModule) -> fx.GraphModule:
     for key, value in vars(gm).items():
         copy.__dict__.setdefault(key, value)
     copy.training, copy.meta, copy.graph = gm.training, dict(gm.meta), graph
+    empty._owning_module = None
     return copy
 
 

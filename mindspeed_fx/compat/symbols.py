@@ -11,6 +11,7 @@ from unittest import mock
 import sympy
 import torch
 import torch.fx as fx
+from torch.utils import _pytree as pytree
 
 from mindspeed_fx.compat.fake import hint
 
@@ -48,6 +49,38 @@ def same_size(a: Any, b: Any) -> bool:
     free = sorted(first.free_symbols | second.free_symbols, key=str)
     samples = ({s: at + 3 * i for i, s in enumerate(free)} for at in (2, 7, 12))
     return bool(free) and all(first.subs(sample) == second.subs(sample) for sample in samples)
+
+
+def float_value(number: torch.SymFloat) -> float | None:
+    """What a number that is an input was while tracing: a guard ties the graph to it, at once or, within
+    :func:`noting_floats`, where it turns out to matter. None of one that data decides."""
+    if not isinstance(number.node.hint, float):
+        return None
+    if _NOTED is None:
+        return float(number)
+    _NOTED.append(number)
+    return number.node.hint
+
+
+@contextlib.contextmanager
+def noting_floats() -> Iterator[list[torch.SymFloat]]:
+    """Meanwhile numbers that are asked for are put into the list that this gives; :func:`tie_floats` adds the guards of
+    those of which something was made."""
+    global _NOTED
+    before, _NOTED = _NOTED, []
+    try:
+        yield _NOTED
+    finally:
+        _NOTED = before
+
+
+def tie_floats(numbers: list[torch.SymFloat]) -> None:
+    """Tie the graph to the values that ``numbers`` had while tracing."""
+    for number in numbers:
+        float(number)
+
+
+_NOTED: list[torch.SymFloat] | None = None
 
 
 @contextlib.contextmanager
@@ -180,3 +213,16 @@ def new_row_count() -> torch.SymInt:
     count = torch.library.get_ctx()._shape_env.create_unbacked_symint()
     _constrain_range_for_size(count)
     return count
+
+
+def bind_again(node: fx.Node, result: Any) -> None:
+    """Give the symbols of data in ``result``, of a call that Dynamo traced as ``node``, the names that they have there:
+    what was asserted of those holds of these. Those that a fake tensor remembered have them."""
+    from torch._guards import detect_fake_mode
+    from torch.fx.experimental.symbolic_shapes import rebind_unbacked, resolve_unbacked_bindings
+
+    if (mode := detect_fake_mode(pytree.tree_leaves(result))) is None:  # numbers alone, and nobody traces
+        return
+    bindings = resolve_unbacked_bindings(mode.shape_env, node.meta["unbacked_bindings"])
+    if not any(symbol == size_expression(pytree.key_get(result, path)) for symbol, path in bindings.items()):
+        rebind_unbacked(mode.shape_env, node, result)

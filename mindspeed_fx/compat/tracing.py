@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import types
 from typing import Any, Callable, Iterator, Sequence
 from unittest import mock
 
@@ -118,11 +117,21 @@ def without_fake_mode() -> Any:
 
 
 def make_fx_pre_dispatch(run: Callable, values: Sequence[Any], names: Sequence[str]) -> fx.GraphModule:
-    """``run(*values)`` as a graph of ATen operators before autograd, with the origin of every node kept."""
+    """``run(*values)`` as a graph of ATen operators before autograd, with the origin of every node kept; also where an
+    operator is being dispatched (``__torch_dispatch__``), below the key at which they are recorded."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    with fx.traceback.preserve_node_meta():
-        gm = make_fx(run, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(*values)
+    roots = []
+
+    def note_root(*values: Any) -> Any:
+        roots.append(_proxy_mode().tracer.root)
+        return run(*values)
+
+    recorded = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.PreDispatch, False)
+    with fx.traceback.preserve_node_meta(), recorded:
+        gm = make_fx(note_root, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(*values)
+    for root in roots:
+        vars(root).clear()  # it stands in a circle with its tracer, and would keep the tensors that the graph holds
     for node, name in zip([n for n in gm.graph.nodes if n.op == "placeholder"], names):
         node._rename(name)
         node.target = node.name
@@ -208,6 +217,15 @@ def record_attribute(tensor: torch.Tensor) -> torch.Tensor:
     return track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)
 
 
+def record_number(target: Any, args: tuple, value: Any) -> fx.Proxy:
+    """Record a call whose result fake values show as the number or the bool ``value``; proxies among ``args`` stay."""
+    tracer = _proxy_mode().tracer
+    operands = tuple(a if isinstance(a, fx.Proxy) else tracer.unwrap_proxy(a) for a in args)
+    proxy = tracer.create_proxy("call_function", target, operands, {})
+    proxy.node.meta["val"] = value
+    return proxy
+
+
 def autograd_number(node: fx.Node) -> int | None:
     """The call of autograd that a node of a joint graph belongs to, the same for an operator and its gradient; None
     where AOTAutograd says nothing, and of a sum of a tensor's gradients, to which it gives the number of another call.
@@ -237,39 +255,6 @@ def is_higher_order(target: Any) -> bool:
 def is_autograd_function(target: Any) -> bool:
     """True for the node that Dynamo makes of ``autograd.Function.apply``."""
     return is_higher_order(target) and target.name() == "autograd_function_apply"
-
-
-TRAMPOLINE = "trampoline_autograd_apply"
-"""What Dynamo makes of an ``autograd.Function`` that it leaves whole."""
-
-
-def is_left_whole(target: Any) -> bool:
-    """Whether a function of a Dynamo graph is one that Dynamo did not look into, not torch's own."""
-    if not isinstance(target, (types.FunctionType, types.MethodType)) or is_higher_order(target):
-        return False
-    return target.__name__ == TRAMPOLINE or not str(target.__module__).startswith("torch.")
-
-
-def applies_autograd_function(target: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a function that Dynamo left whole applies an ``autograd.Function``, seen by calling it on fake values."""
-    if target.__name__ == TRAMPOLINE:
-        return True
-    kind, applied = torch.autograd.Function, []
-    original = kind.__dict__["apply"]
-
-    def note(cls: Any, *operands: Any, **named: Any) -> Any:
-        applied.append(cls)
-        return original.__get__(None, cls)(*operands, **named)
-
-    kind.apply = classmethod(note)
-    try:
-        with tracing_fake([*pytree.tree_leaves((args, kwargs))]):
-            target(*args, **kwargs)
-    except Exception:
-        return bool(applied)  # the trace of the graph says what is wrong with the call
-    finally:
-        kind.apply = original
-    return bool(applied)
 
 
 def is_checkpoint(target: Any) -> bool:

@@ -58,7 +58,8 @@ class Walk:
         reads = self.memories.behind(node.all_input_nodes)
         if is_wait(node):
             start = node.args[0]
-            start = start if is_start(start) else getattr(start, "args", [start])[0]
+            if not is_start(start):  # a result of one that has several, or what the graph is given
+                start = next(iter(start.all_input_nodes), start)
             reads = reads | self._sent.get(start, set())
         writes = self.memories.behind(written_nodes(node))
         if node.op != "output":

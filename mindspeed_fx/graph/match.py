@@ -83,7 +83,7 @@ def number(n: Any) -> float | int | None:
     if isinstance(n, (int, float)) and not isinstance(n, bool):
         return n
     if isinstance(n, fx.Node) and isinstance(n.meta.get("val"), torch.SymFloat):
-        return float(value(n))  # with dynamic=True an eps is an input; a guard ties the graph to its value
+        return symbols.float_value(value(n))  # with dynamic=True an eps is an input
     if is_call(n, aten.scalar_tensor.default) and isinstance(n.args[0], (int, float)):
         return n.args[0]
     if is_call(n, aten.full.default) and list(n.args[0]) == [] and isinstance(n.args[1], (int, float)):

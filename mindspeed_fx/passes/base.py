@@ -25,6 +25,7 @@ from typing import Any, Callable, Iterable, Iterator
 
 import torch.fx as fx
 
+from mindspeed_fx.compat import symbols
 from mindspeed_fx.errors import nearest
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.options import Options
@@ -207,11 +208,13 @@ def rewrite_each(
     at).
     """
     for node in nodes:
-        try:
-            outcome = rewrite_one(node)
-        except Miss as miss:
-            outcome = str(miss)
+        with symbols.noting_floats() as numbers:
+            try:
+                outcome = rewrite_one(node)
+            except Miss as miss:
+                outcome = str(miss)
         if isinstance(outcome, Site):
+            symbols.tie_floats(numbers)
             report.rewrites.append(outcome)
         elif outcome:
             report.skipped.append(skip(operator, node, outcome) if isinstance(outcome, str) else outcome)

@@ -80,6 +80,12 @@ def test_a_transfer_reads_until_it_is_waited_for():
     assert spans(gathered())["exp_default"] == ("exp_default", "wait_tensor_default")
 
 
+def test_a_wait_for_what_the_graph_is_given():
+    """A backward waits for a transfer that the forward began and saved."""
+    gm = traced(lambda x: (c10d.wait_tensor(x) * 2.0,), (4, 8))
+    assert spans(gm) == {"x_1": ("x_1", "mul"), "mul": ("mul", "mul")}
+
+
 def test_a_wait_gives_what_the_collective_made():
     """The result of a gather was counted twice, at its start and at its wait."""
     gm = gathered()

@@ -9,6 +9,7 @@ import faulthandler
 import functools
 import importlib.util
 import json
+import multiprocessing
 import os
 import sys
 import time
@@ -17,12 +18,13 @@ import unittest
 from pathlib import Path
 
 import torch
+from torch._dynamo import lookup_backend
 
 BACKENDS = ("inductor", "aot_eager", "aot_eager_default_partitioner", "aot_eager_decomp_partition")
 """Names exchanged for ours."""
 
-REACHED = []
-"""The backends that the test that runs has called."""
+REACHED = multiprocessing.Value("i", 0)
+"""How many graphs the test that runs has given to a backend, here or in processes that it forked."""
 
 LEFT_OUT = ("TestEagerFusion", "TestAOTAutogradWithCache")
 """Beginnings of classes that test AOTAutograd itself: thousands of single operators, and its cache."""
@@ -36,7 +38,7 @@ def main():
     with open(arguments.out, "a", buffering=1) as out:
         module = load(arguments.file, arguments.root)
         if arguments.mode != "original":
-            exchange_methods(module)
+            exchange_methods(module, arguments.root)
         for test in tests_of(module):
             name = short_name(test)
             if name in done or wanted is not None and name not in wanted or name.startswith(LEFT_OUT):
@@ -95,12 +97,15 @@ def exchange(mode, codegen, everywhere):
     registry._COMPILER_FNS.update(known)
 
 
-def exchange_methods(module):
+def exchange_methods(module, root):
     """``TestAOTAutogradWithDynamo`` gives its programs to AOTAutograd as a backend of its own: to ours instead. What it
     expects of the text of AOTAutograd's graphs is not asked of ours, nor how many kernels Inductor makes of an
-    optimizer's step."""
+    optimizer's step. Where a file, or one that it imports, calls ``compile_fx`` itself, ours is called."""
     if optimizers := getattr(module, "CompiledOptimizerTests", None):
         optimizers.check_kernel_count = False
+    for other in [module, *(m for m in list(sys.modules.values()) if is_below(m, root))]:
+        if "compile_fx" in vars(other):
+            other.compile_fx = lookup_backend("inductor")
     tests = getattr(module, "TestAOTAutogradWithDynamo", None)
     if tests is None:
         return
@@ -115,11 +120,15 @@ def exchange_methods(module):
 
         def backend(gm, inputs):
             graphs[0] = gm
-            return torch._dynamo.lookup_backend("aot_eager")(gm, inputs)
+            return lookup_backend("aot_eager")(gm, inputs)
 
         return compile_and_run
 
     tests.run_autograd, tests.assertExpectedInline = run_autograd, lambda *args, **kwargs: None
+
+
+def is_below(module, root):
+    return (getattr(module, "__file__", None) or "").startswith(root)
 
 
 def note_reached(backend, exchanged):
@@ -128,7 +137,8 @@ def note_reached(backend, exchanged):
 
     @functools.wraps(backend)
     def call(*args, **kwargs):
-        REACHED.append(backend)
+        with REACHED:
+            REACHED.value += 1
         return run(*args, **kwargs)
 
     return call
@@ -175,15 +185,15 @@ def short_name(test):
 
 
 def run(test):
-    REACHED.clear()
+    REACHED.value = 0
     began, result = time.time(), unittest.TestResult()
     try:
-        test.run(result)
+        unittest.TestSuite([test]).run(result)  # with what its class sets up
     except BaseException as error:  # a test that leaves the runner has failed
         result.errors.append((test, "".join(traceback.format_exception(error))))
     status, text = outcome(result)
     seconds = round(time.time() - began, 2)
-    return {"test": short_name(test), "status": status, "text": text, "reached": len(REACHED), "seconds": seconds}
+    return {"test": short_name(test), "status": status, "text": text, "reached": REACHED.value, "seconds": seconds}
 
 
 def outcome(result):

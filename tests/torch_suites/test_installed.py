@@ -10,6 +10,7 @@ import torch
 
 from mindspeed_fx.backend import mindspeed
 from tests.torch_suites.installed import comparing, modules, operators
+from tests.torch_suites.suite import asks_inductor
 
 OPERATORS = {i.name: i for i in operators.op_db if not i.variant_test_name}
 MODULES = {i.module_cls.__name__: i for i in modules.module_db}
@@ -40,6 +41,24 @@ def test_modules(name):
 def test_databases_are_whole():
     count = sum(name.startswith("test_") for case in (operators.Operators, modules.Modules) for name in vars(case))
     assert count > 3000 and issubclass(operators.Operators, unittest.TestCase)
+
+
+@pytest.mark.parametrize(
+    "check, own",
+    [
+        ("self.assertEqual(\n    metrics.generated_kernel_count, 1)", True),
+        ("_, (code,) = run_and_get_code(f)", True),
+        ("self.assertEqual(f(x), y)", False),
+        ("with self.assertRaises(RuntimeError):\n    f(code)", False),
+    ],
+)
+@pytest.mark.parametrize("after, own_after", [("torch/testing/a.py", True), ("mindspeed_fx/backend.py", False)])
+def test_a_check_of_generated_code_is_told_from_one_of_values(tmp_path, check, own, after, own_after):
+    """By the statement that failed, whatever lines it has, and by what ran in it."""
+    file = tmp_path / "test_x.py"
+    file.write_text(f"import a\n{check}\n")
+    text = f'  File "{file}", line 2, in test\n    ...\n  File "/lib/{after}", line 5, in f\nAssertionError: no'
+    assert asks_inductor({"text": text}) == (own and own_after)
 
 
 @pytest.mark.parametrize("spoil", [lambda x: x * 1.001, lambda x: x.detach() + 0 * x.sum().detach()])

@@ -247,3 +247,26 @@ def test_a_plain_subclass_as_an_input(options):
         result = compiled(tagged, w)
         torch.testing.assert_close(result.as_subclass(torch.Tensor), eager)
         torch.testing.assert_close(tagged.as_subclass(torch.Tensor), x * 2)
+
+
+@pytest.mark.parametrize("level", [0, 2])
+def test_called_while_an_operator_is_dispatched(level):
+    """Below the key at which operators are recorded before autograd: what was compiled gave fake tensors."""
+    options = {"level": level, "codegen": "eager"}
+    compiled = torch.compile(lambda x, y: (x + y) * 2 + x.sum(), backend="mindspeed", options=options)
+
+    class Dispatched(torch.Tensor):
+        @staticmethod
+        def __new__(cls, whole):
+            return torch.Tensor._make_wrapper_subclass(cls, whole.shape, dtype=whole.dtype)
+
+        def __init__(self, whole):
+            self.whole = whole
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            return compiled(*(a.whole for a in args))
+
+    for _ in range(2):
+        x, y = torch.randn(4), torch.randn(4)
+        torch.testing.assert_close(torch.add(Dispatched(x), Dispatched(y)), (x + y) * 2 + x.sum())

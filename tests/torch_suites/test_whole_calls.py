@@ -62,6 +62,29 @@ def operators_alone(x):
     return x.sin() * 2
 
 
+@torch.compiler.allow_in_graph
+def with_a_hook(x):
+    y = x.sin()
+    y.register_hook(lambda g: 3 * g)
+    return y * 2
+
+
+@torch.compiler.allow_in_graph
+def with_a_hook_on_its_input(x, w):
+    x.register_hook(lambda g: g.clamp(max=0.5))
+    return x * w
+
+
+@TABLE.add((4,))
+def a_hook(x):
+    return with_a_hook(x * 2).exp()
+
+
+@TABLE.add((4,), ())
+def a_hook_on_an_input(x, w):
+    return with_a_hook_on_its_input(x * 2, w).sin()
+
+
 @TABLE.add((4,), ())
 def several_results(x, w):
     y, total = rounded.apply(x * 3, w, 10)

@@ -26,7 +26,10 @@ def problem(a: Tensor, b: Tensor) -> str | None:
     """
     if not a.dtype == b.dtype == torch.float32 or a.device.type != "cpu":
         return f"{a.dtype} and {b.dtype} on {a.device.type}; float32 on cpu only"
-    if not all(x.stride(1) == 1 and symbols.statically_known_true(x.stride(0) == x.shape[1]) for x in (a, b)):
+    if not all(
+        symbols.statically_known_true(x.stride(1) == 1) and symbols.statically_known_true(x.stride(0) == x.shape[1])
+        for x in (a, b)
+    ):
         return "an operand is not contiguous"
     if not dispatcher.onednn_beats_blas():
         return "measured on other vendors' processors only"

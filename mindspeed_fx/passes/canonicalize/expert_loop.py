@@ -52,18 +52,11 @@ def expert_loop(gm: fx.GraphModule, context: Context) -> PassReport:
         report.rewrites += [_rewrite(gm, chain) for chain in read.chains(gm)]
     except Miss as miss:
         raise ChosenRowsError(str(miss)) from None
-    _drop_assertions(gm)
     rewrite.finish(gm)
     if left := next((n for n in gm.graph.nodes if n.target is BOUNDED), None):
         user = next(iter(left.users), left)
         raise ChosenRowsError(f"rows that a mask chooses are read by something else than experts ({user.name})")
     return report
-
-
-def _drop_assertions(gm: fx.GraphModule) -> None:
-    """Those that hold of bounded sizes: the sizes of the rows are no longer data."""
-    for n in [n for n in gm.graph.nodes if n.target is aten._assert_scalar.default and n.args[0] is True]:
-        gm.graph.erase_node(n)
 
 
 def _rewrite(gm: fx.GraphModule, chain: list[read.Added]) -> Any:

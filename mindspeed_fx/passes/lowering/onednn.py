@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
-from mindspeed_fx.compat import dispatcher, fake
+from mindspeed_fx.compat import dispatcher, fake, symbols
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.graph.recompile import recompile
@@ -45,7 +45,7 @@ def _rewrite(gm: fx.GraphModule, node: fx.Node) -> Outcome:
 
 def packs(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether ``a @ b`` becomes a product that packs ``b`` into memory of its own: a weight gradient does."""
-    return a.stride(1) != 1 and _refusal(a, b) is None
+    return not _is_one(a.stride(1)) and _refusal(a, b) is None
 
 
 def _refusal(a: torch.Tensor, b: torch.Tensor) -> str | None:
@@ -55,10 +55,15 @@ def _refusal(a: torch.Tensor, b: torch.Tensor) -> str | None:
     m, k, n = (fake.hint(s) for s in (a.shape[0], a.shape[1], b.shape[1]))
     if m * k * n < SMALLEST:
         return f"{m} x {k} x {n} is too small to gain"
-    if a.stride(1) != 1:
+    if not _is_one(a.stride(1)):
         if reason := weight_gradient.problem(a.t(), b):
             return f"the left operand is transposed (a weight gradient), and our own kernel cannot take it: {reason}"
         return None
-    if b.stride(0) != 1 and b.stride(1) != 1:
+    if not _is_one(b.stride(0)) and not _is_one(b.stride(1)):
         return "the right operand is neither row-major nor transposed"
     return None
+
+
+def _is_one(stride: int | torch.SymInt) -> bool:
+    """Without asking of a symbol, which may be one, whether it is."""
+    return symbols.size_expression(stride) == 1

@@ -15,6 +15,7 @@ from typing import Any, Sequence
 import torch
 import torch.fx as fx
 
+from mindspeed_fx.compat import symbols
 from mindspeed_fx.graph import rewrite
 from mindspeed_fx.graph.edit import drop_dead
 from mindspeed_fx.graph.match import argument, aten, is_call
@@ -49,6 +50,8 @@ def _rewrite(gm: fx.GraphModule, node: fx.Node) -> Outcome:
         return None
     if sum(isinstance(size, torch.SymInt) for size in shape) > 1:
         return "several of its sizes are symbols"
+    if any(symbols.is_known_by_data(size) for size in shape):
+        return "data decides its sizes"
     if not node.meta["val"].is_contiguous():
         return "the joined lies in memory in another order than its dimensions'"
     new = _reordered(gm, node, value, along, across)
@@ -91,7 +94,7 @@ def _source(pieces: Sequence[fx.Node]) -> tuple[fx.Node | None, int]:
     elif pieces[0].target is aten.slice.Tensor:
         value, along = source, argument(pieces[0], "dim")
         size = pieces[0].meta["val"].shape[along]
-        whole = value.meta["val"].shape[along] == size * len(pieces) and all(
+        whole = symbols.statically_known_true(value.meta["val"].shape[along] == size * len(pieces)) and all(
             p.args[0] is value
             and (argument(p, "dim"), argument(p, "start"), argument(p, "step")) == (along, k * size, 1)
             for k, p in enumerate(pieces)

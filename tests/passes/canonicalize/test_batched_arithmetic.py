@@ -36,6 +36,26 @@ def test_of_a_batch_in_another_place():
     assert report.counts[NAME] == 0
 
 
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, y: torch.func.vmap(lambda a: a * y)(x),
+        lambda x, y: torch.func.vmap(lambda a: a + y)(x).sum(1),
+        lambda x, y: torch.func.vmap(lambda a, b: a + b)(x, b=y).sum(),
+        lambda x, y: torch.func.vmap(lambda a, b: a * b, in_dims=(0, None))(x, y).sum(0),
+        lambda x, y: torch.func.vmap(lambda a: y * y)(x) * x.sum(),
+        lambda x, y: torch.func.vmap(lambda a: (a + a, y))(x)[1] * x.sum(),
+        lambda x, y: torch.func.vmap(torch.func.vmap(lambda a: y * a))(x).sum((0, 1)),
+        lambda x, y: torch.func.vmap(lambda a: torch.func.vmap(lambda b: a + b)(y))(x).sum(0),
+        lambda x, y: torch.func.vmap(torch.func.vmap(lambda a, b: a + b, (0, None)), (None, 0))(x, y).sum(1),
+    ],
+)
+def test_of_a_value_without_the_batch(f):
+    """Each row meets all of it."""
+    report = function_agrees(f, double(3, 3), double(3, 3))
+    assert report.counts[NAME] == 0
+
+
 def test_of_any_number_of_rows():
     """The size is an argument of what vmap runs."""
     f = torch.compile(

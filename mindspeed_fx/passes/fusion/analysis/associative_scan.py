@@ -158,23 +158,31 @@ def _is_combination(call: fx.Node) -> bool:
 
 def steps(call: fx.Node) -> list[tuple[fx.Node, tuple[fx.Node, ...]]] | None:
     """The calls of a wrapped body that computes sums and products of its arguments, batched over their first dimension,
-    each with what it reads: two values, or one that enters or leaves the batch. None where it does anything else."""
+    each with what it reads: two values, or one that enters or leaves the batch. None where it does anything else, or a
+    value without the batch takes part, which every element of the batch meets whole."""
     graph = getattr(call.graph.owning_module, str(call.args[0].target)).graph
     results: list[tuple[fx.Node, tuple[fx.Node, ...]]] = []
+    inputs = set(graph.find_nodes(op="placeholder"))
+    levels = [n for n in graph.nodes if getattr(n.target, "__name__", "") == _ENTERS]
+    batched = set() if levels else set(inputs)  # the pointwise form of a scan has no batch: it meets the whole tensors
+    left = set(inputs) if levels else batched
     for n in graph.nodes:
         name = getattr(n.target, "__name__", "")
         if n.op in ("placeholder", "output") or name in _AROUND:
             continue
-        if (name, n.args[1:2]) == ("_add_batch_dim", (0,)) or (name, n.args[3:4]) == ("_remove_batch_dim", (0,)):
-            results.append((n, (n.args[0],)))
-        elif n.target in (operator.mul, operator.add) and all(isinstance(x, fx.Node) for x in n.args):
-            results.append((n, n.args))
+        if (name, n.args[1:2]) == ("_add_batch_dim", (0,)) and n.args[0] in inputs:
+            sources, place = n.args[:1], batched
+        elif (name, n.args[3:4]) == ("_remove_batch_dim", (0,)) and n.args[0] in batched:
+            sources, place = n.args[:1], left
+        elif n.target in (operator.mul, operator.add) and all(x in batched for x in n.args):
+            sources, place = n.args, batched
         else:
             return None
-    known = {n for n in graph.nodes if n.op == "placeholder"} | {n for n, _ in results}
-    read = [*(x for _, sources in results for x in sources), *graph.output_node().args[0]]
-    return results if all(x in known for x in read) else None
+        results.append((n, sources))
+        place.add(n)
+    return results if len(levels) < 2 and all(x in left for x in graph.output_node().args[0]) else None
 
 
-_AROUND = ("lazy_load_decompositions", "_vmap_increment_nesting", "_vmap_decrement_nesting")
+_ENTERS = "_vmap_increment_nesting"
+_AROUND = ("lazy_load_decompositions", _ENTERS, "_vmap_decrement_nesting")
 """Calls around a batch, which give no value."""

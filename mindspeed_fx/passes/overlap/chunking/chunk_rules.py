@@ -7,7 +7,7 @@ and collectives are listed here; what is not listed is computed whole.
 from __future__ import annotations
 
 import operator
-from typing import Any, Iterator
+from typing import Any, Iterable, Iterator
 
 import torch
 import torch.fx as fx
@@ -218,7 +218,7 @@ def _join_pieces(node: fx.Node, out: Any) -> ChunkSpec:
     if argument(node, "dim") % len(_shape(node.args[0])) != piece.dim:
         return piece
     return _or_whole(
-        ChunkSpec(piece.dim, piece.blocks * n) if len({v.shape[piece.dim] for v in node.meta["val"]}) == 1 else None
+        ChunkSpec(piece.dim, piece.blocks * n) if _alike(v.shape[piece.dim] for v in node.meta["val"]) else None
     )
 
 
@@ -227,7 +227,7 @@ def _pieces(node: fx.Node, out: ChunkSpec) -> Iterator[tuple[fx.Node, ChunkSpec]
     if argument(node, "dim") % len(_shape(node)) != out.dim:
         yield from ((p, out) for p in parts)
     else:
-        even = len({_shape(p)[out.dim] for p in parts}) == 1 and out.blocks % len(parts) == 0
+        even = _alike(_shape(p)[out.dim] for p in parts) and out.blocks % len(parts) == 0
         yield from ((p, _or_whole(ChunkSpec(out.dim, out.blocks // len(parts)) if even else None)) for p in parts)
 
 
@@ -310,6 +310,11 @@ def _rule_results(node: fx.Node, source: fx.Node, cut: Any) -> Iterator[Any]:
 def _shape(node: fx.Node) -> tuple:
     value = node.meta.get("val")
     return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+
+
+def _alike(sizes: Iterable[Any]) -> bool:
+    """Whether sizes are one, as text: symbols are asked no guard, and are no elements of sets."""
+    return len({str(size) for size in sizes}) == 1
 
 
 def _or_whole(result: Any, quiet: bool = False) -> Any:
