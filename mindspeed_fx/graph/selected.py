@@ -35,7 +35,7 @@ def compared_with_their_own(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]
     """
     for comparison in (n for target in COMPARISONS for n in graph.find_nodes(op="call_function", target=target)):
         sides = comparison.args[:2]
-        if not all(isinstance(x, fx.Node) and match.value(x).dtype in _NARROW for x in sides):
+        if not all(isinstance(x, fx.Node) and getattr(x.meta.get("val"), "dtype", None) in _NARROW for x in sides):
             continue
         for one, other in (sides, sides[::-1]):
             value = _without(one, _MOVES)
