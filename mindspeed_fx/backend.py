@@ -38,7 +38,7 @@ from mindspeed_fx.kernels.lower import lower
 from mindspeed_fx.kernels.npu import acl_graph
 from mindspeed_fx.layers import leave_out
 from mindspeed_fx.options import Options
-from mindspeed_fx.partition import compared, written_inputs, zeros
+from mindspeed_fx.partition import selected, written_inputs, zeros
 from mindspeed_fx.partition.order import prepare_early
 from mindspeed_fx.partition.partitioner import Partitioner
 from mindspeed_fx.partition.shorten import Shortened
@@ -282,7 +282,7 @@ class Compilation:
                     kernels=False,
                     decompositions=inductor_compat.inductor_decompositions(),
                 )
-            compared.keep_compared(joint)
+            selected.keep_sources(joint)
 
     def partitioner(self, name: str = "") -> Partitioner:
         """Cuts a joint graph into forward and backward, as the passes of stage "partition" decide."""
