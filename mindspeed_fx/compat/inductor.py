@@ -116,6 +116,7 @@ def compile_with_inductor(
     called_graphs.keep_inputs()
     called_graphs.allow_calls_that_wait()
     inductor_scheduler.keep_writes_before_reads()
+    inductor_scheduler.keep_targets_of_writes()
 
     @functools.wraps(compile_fx_inner)
     def lower(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:

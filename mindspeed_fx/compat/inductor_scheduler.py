@@ -1,7 +1,8 @@
-"""The order of Inductor's loops: part of :mod:`mindspeed_fx.compat`."""
+"""The order of Inductor's loops, and where they write: part of :mod:`mindspeed_fx.compat`."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -21,3 +22,32 @@ def keep_writes_before_reads() -> None:
         self.set_read_writes(self.read_writes.rename(self.mutation_renames))
 
     SchedulerNode.recompute_size_and_body = recompute_size_and_body
+
+
+@functools.cache
+def keep_targets_of_writes() -> None:
+    """Inductor (2.11 to 2.14) remembers the tensor of a write in place, not its memory. Where a later write of the
+    whole (``z[:, columns] = 0; z[mask] = 1``) gives the tensor other memory, the earlier one went there, too: lost, or
+    behind what it should come before.
+    """
+    from torch._inductor.ir import MutationLayoutSHOULDREMOVE
+
+    init = MutationLayoutSHOULDREMOVE.__init__
+
+    @functools.wraps(init)
+    def __init__(self: Any, target: Any) -> None:
+        init(self, target)
+        self.target = _with_its_memory(target)
+
+    MutationLayoutSHOULDREMOVE.__init__ = __init__
+
+
+def _with_its_memory(tensor: Any) -> Any:
+    """``tensor``, a box or a view of one, with boxes of its own around the buffer that it has now."""
+    from torch._inductor.ir import BaseView, MutableBox
+
+    if not isinstance(tensor, (BaseView, MutableBox)):
+        return tensor
+    result = copy.copy(tensor)
+    object.__setattr__(result, "data", _with_its_memory(tensor.data))  # views are frozen
+    return result
