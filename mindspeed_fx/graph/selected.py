@@ -5,7 +5,6 @@ gradient of ``amax`` asks, or ``x >= x.topk(k).values[..., -1:]``, as a filter o
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 
 import torch
 import torch.fx as fx
@@ -29,10 +28,11 @@ _MOVES = (*REARRANGEMENTS, aten.expand.default)
 _NARROW = (torch.bfloat16, torch.float16)
 
 
-def compared_with_their_own(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """(comparison, value) of each value of 16 bits, computed in ``graph``, that is compared with an element of itself:
-    to be equal, both sides must have been rounded alike.
+def compared_with_their_own(graph: fx.Graph) -> list[fx.Node]:
+    """The values of 16 bits, computed in ``graph``, that are compared with elements of themselves: to be equal, both
+    sides must have been rounded alike.
     """
+    results: dict[fx.Node, None] = {}
     for comparison in (n for target in COMPARISONS for n in graph.find_nodes(op="call_function", target=target)):
         sides = comparison.args[:2]
         if not all(isinstance(x, fx.Node) and getattr(x.meta.get("val"), "dtype", None) in _NARROW for x in sides):
@@ -40,8 +40,9 @@ def compared_with_their_own(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]
         for one, other in (sides, sides[::-1]):
             value = _without(one, _MOVES)
             if value.op == "call_function" and (whole := _picked_from(other, value)):
-                yield from ((comparison, v) for v in dict.fromkeys((value, whole)))
+                results |= dict.fromkeys((value, whole))
                 break
+    return list(results)
 
 
 def _picked_from(n: fx.Node, value: fx.Node) -> fx.Node | None:

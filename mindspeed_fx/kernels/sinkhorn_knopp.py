@@ -125,17 +125,13 @@ def unable(x: Tensor) -> str | None:
     return triton.refuse_types(n, x=x)
 
 
-def _refuse(x, iterations, eps):
-    return unable(x)
-
-
-triton.kernel(sinkhorn_knopp, fake, "sinkhorn_knopp.forward", "all turns on chip", _refuse)
+triton.kernel(sinkhorn_knopp, fake, "sinkhorn_knopp.forward", "all turns on chip", lambda x, *settings: unable(x))
 triton.kernel(
     sinkhorn_knopp_backward,
     lambda grad, x, iterations, eps: fake(x, iterations, eps),
     "sinkhorn_knopp.backward",
     "all turns on chip, then back",
-    lambda grad, x, iterations, eps: _refuse(x, iterations, eps) or triton.refuse_types(1, grad=grad),
+    lambda grad, x, *settings: unable(x) or triton.refuse_types(1, grad=grad),
 )
 triton.on_npu(sinkhorn_knopp)
 triton.on_npu(sinkhorn_knopp_backward)

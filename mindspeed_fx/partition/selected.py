@@ -12,6 +12,6 @@ def keep_sources(joint: fx.GraphModule) -> None:
     """Save such values of a joint graph: made again of what was rounded on the way they are others, of which none need
     be the greatest any more. In a checkpointed region both sides are made again.
     """
-    for _, value in compared_with_their_own(joint.graph):
+    for value in compared_with_their_own(joint.graph):
         if not partitioner.must_recompute(value):
             partitioner.mark_save(value)

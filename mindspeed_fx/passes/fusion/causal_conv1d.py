@@ -3,8 +3,8 @@
 Zeros before the sequence are the convolution's padding, whose last outputs are cut off, or a pad before it. Safe
 because the operator sums the same products, in at least the precision of the model. On an npu, whose library has
 kernels for it, the model's convolution stays, and on cpu beside generated code, which takes as long without it (1.02 of
-the time, 1.67 of the memory: benchmarks/results/2026-11-25-causal_conv1d.txt). On cuda cuDNN's gradients take ten times
-as long (benchmarks/results/2026-11-27-gpu_4.txt).
+the time, 1.67 of the memory: benchmarks/results/2026-11-25-causal_conv1d.txt). On cuda cuDNN's gradients take four
+times as long (benchmarks/results/2026-11-27-gpu_4.txt).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A model with hyper-connections divides rows and columns of small matrices in turn, twenty times before every sublayer:
 240 nodes, and twice as many in the backward; on cuda the kernel takes a fifth of the time of generated code
-(benchmarks/results/2026-11-27-gpu_3.txt). Safe because the operator takes the same steps in at least the same
+(benchmarks/results/2026-11-27-gpu_4.txt). Safe because the operator takes the same steps in at least the same
 precision.
 """
 

@@ -24,8 +24,7 @@ def compared_elements(gm: fx.GraphModule, context: Context) -> PassReport:
     report = PassReport(NAME)
     if context.options.codegen != "inductor":
         return report.note_reason("without generated code every value is written")
-    values = dict.fromkeys(value for _, value in compared_with_their_own(gm.graph))
-    for value in (v for v in values if not inductor.is_written(v)):
+    for value in (v for v in compared_with_their_own(gm.graph) if not inductor.is_written(v)):
         new = inductor.written(gm, value)
         value.replace_all_uses_with(new, lambda user, new=new: user is not new)
         report.rewrites.append(site(OPERATOR, new, [value]))
