@@ -271,11 +271,11 @@ def test_large_float16_scores_and_values_behave_as_in_float32():
     torch.testing.assert_close(out, want, equal_nan=True)
 
 
-def test_where_the_processor_multiplies_tiles_atens_kernel_serves(monkeypatch):
+def test_where_the_processor_multiplies_tiles_atens_forward_serves(monkeypatch):
     monkeypatch.setattr(dispatcher, "multiplies_tiles", lambda dtype: True)
     monkeypatch.setattr(cpp, "problem", lambda: None)
     q = torch.empty(1, 2, 9, 8, device="meta", dtype=torch.bfloat16)
-    assert attention_flash.refusal(q, q, q) == "ATen's kernel multiplies tiles of torch.bfloat16 on this processor"
+    assert attention_flash.refusal(q, q, q) == "ATen's forward multiplies tiles of torch.bfloat16 on this processor"
     assert attention_flash.refusal(q, q, q, None, 4) is attention_flash.refusal(q, q, q, None, 0, 2.0) is None
     assert attention_flash.refusal(*[q.float()] * 3) is None
     assert attention_flash.refusal(*[q.float()] * 3, mask=q) is None

@@ -25,7 +25,7 @@ def _own_supports(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=Non
 def _own_backward_supports(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
     if grad.dtype != q.dtype:
         return f"a gradient of type {grad.dtype}"
-    return _own_supports(q, k, v, mask, causal, scale, window, softcap)
+    return attention_flash.supports(q, k, v, mask)
 
 
 @attention.lower("cpu")("flash attention in C++", _own_supports)

@@ -59,12 +59,13 @@ def supports(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> str
 def refusal(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, window: int = 0, softcap: float = 0.0
 ) -> str | None:
-    """Why the kernel is not to run on these: it cannot, or ATen's is the faster, which has no backward of masks of
-    numbers; None when it is.
+    """Why the forward is not to run on these: it cannot, or ATen's is the faster; None when it is. The backward runs
+    wherever it can: ATen's takes 1.2 to 5.6 times as long where it multiplies tiles, too, and has none of masks of
+    numbers (benchmarks/results/2026-11-27-attention_amx.txt).
     """
     is_atens = not (window or softcap) and (mask is None or mask.dtype == torch.bool)
     if q.dtype in NARROW and is_atens and dispatcher.multiplies_tiles(q.dtype):
-        return f"ATen's kernel multiplies tiles of {q.dtype} on this processor"
+        return f"ATen's forward multiplies tiles of {q.dtype} on this processor"
     return supports(q, k, v, mask)
 
 

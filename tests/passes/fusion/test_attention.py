@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mindspeed_fx.compat import dispatcher
 from mindspeed_fx.kernels.cpu import attention_flash
 from mindspeed_fx.passes.fusion.analysis.attention_scores import Miss
 from mindspeed_fx.passes.fusion.emit import attention as attention_emit
@@ -91,7 +92,7 @@ def test_few_rows_are_left_to_generated_code_with_the_reason():
     (torch.bfloat16, 767, False, False), (torch.float16, 768, True, True), (torch.float64, 8, False, True),
 ])  # fmt: skip
 def test_from_how_many_rows_on(dtype, rows, masked, kept, monkeypatch):
-    monkeypatch.setattr(attention_flash, "refusal", lambda *_: "not on this processor")
+    monkeypatch.setattr(attention_flash, "supports", lambda *_: "not on this processor")
     q = torch.empty(1, 1, rows, 8, dtype=dtype)
     if kept:
         return attention_emit._long_enough(q, masked)
@@ -101,8 +102,19 @@ def test_from_how_many_rows_on(dtype, rows, masked, kept, monkeypatch):
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_any_number_of_narrow_rows_where_our_own_kernel_runs(masked, monkeypatch):
-    monkeypatch.setattr(attention_flash, "refusal", lambda *_: None)
+    monkeypatch.setattr(attention_flash, "supports", lambda *_: None)
+    monkeypatch.setattr(dispatcher, "multiplies_tiles", lambda _: False)
     attention_emit._long_enough(torch.empty(1, 1, 8, 8, dtype=torch.bfloat16), masked)
+
+
+def test_few_narrow_rows_with_a_mask_are_left_alone_where_products_are_of_tiles(monkeypatch):
+    monkeypatch.setattr(attention_flash, "supports", lambda *_: None)
+    monkeypatch.setattr(dispatcher, "multiplies_tiles", lambda _: True)
+    q = torch.empty(1, 1, 255, 8, dtype=torch.bfloat16)
+    attention_emit._long_enough(q, False)
+    attention_emit._long_enough(torch.empty(1, 1, 256, 8, dtype=torch.bfloat16), True)
+    with pytest.raises(Miss, match="255 rows in bfloat16"):
+        attention_emit._long_enough(q, True)
 
 
 NOT_CAUSAL = {

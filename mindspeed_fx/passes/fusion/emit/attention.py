@@ -9,6 +9,7 @@ from typing import Any, Callable
 import torch
 import torch.fx as fx
 
+from mindspeed_fx.compat import dispatcher
 from mindspeed_fx.compat.symbols import statically_known_true
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
@@ -35,8 +36,9 @@ TRAINED = "0.69 of the time at 256 rows, 0.81 to 0.83 at 512"
 
 MASKED_ROWS, NARROW_ROWS = 256, 768
 """Attention of fewer rows is left to generated code: with a mask or documents (float32: 128 rows 1.1 to 1.3 of its
-time, 256 rows 0.8 to 1.0), and in 16 bits where ATen's kernel runs (128 rows 2.0 to 2.6, 512 rows 1.0 to 1.5, 768 rows
-0.5 to 0.7; ours from 64 rows on 0.05 to 0.3), forward and backward on two cores (benchmarks/attention_short.py)."""
+time, 256 rows 0.8 to 1.0; bfloat16 where products are of tiles: 64 and 128 rows 0.96 to 1.6, 256 rows 0.75 to 1.0),
+and in 16 bits where ATen's kernels run alone (128 rows 2.0 to 2.6, 512 rows 1.0 to 1.5, 768 rows 0.5 to 0.7; ours from
+64 rows on 0.05 to 0.3), forward and backward on two cores (benchmarks/attention_short.py)."""
 
 Emit = Callable[..., list[fx.Node]]
 
@@ -136,9 +138,10 @@ def _together(scores: Scores, bands: list[Band | None]) -> Band | None:
 def _long_enough(q: torch.Tensor, masked: bool) -> None:
     """Raises :class:`Miss` where generated code is as fast, or faster."""
     rows, narrow = match.hint(q.shape[2]), q.dtype.itemsize < 4
-    if narrow and attention_flash.refusal(q, q, q) is None:
+    is_ours = attention_flash.supports(q, q, q) is None
+    if narrow and is_ours and not dispatcher.multiplies_tiles(q.dtype):
         return
-    least = NARROW_ROWS if narrow else MASKED_ROWS if masked else 1
+    least = NARROW_ROWS if narrow and not is_ours else MASKED_ROWS if masked else 1
     if rows < least:
         what = f"{rows} rows in {q.dtype}".replace("torch.", "") if narrow else f"{rows} rows with a mask"
         raise Miss(
