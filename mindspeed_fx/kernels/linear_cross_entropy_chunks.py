@@ -16,10 +16,14 @@ from mindspeed_fx.compat import dispatcher, fake
 from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import accumulation_dtype
 from mindspeed_fx.kernels.cpu import narrow_product, weight_gradient
-from mindspeed_fx.kernels.linear_cross_entropy_work import BLOCK, chunk_in_triton, onednn, work
+from mindspeed_fx.kernels.linear_cross_entropy_work import BLOCK, Linear, chunk_in_triton, onednn, work
 
 BLOCK_OF_DEVICE = 256 * 2**20
 """Bytes of a product on an accelerator before it is added to the sum."""
+
+FEW = 16
+"""Ignored tokens are multiplied, too, where they are at most one of so many: the others need not be gathered then, nor
+what is made of them scattered, which takes the memory of the hidden states twice."""
 
 
 def run_in_chunks(
@@ -53,18 +57,13 @@ def run_in_chunks(
     losses = hidden.new_zeros(hidden.shape[0], dtype=wide)
     # float16 waits for its scale in float32: before, gradients of a mean underflow.
     like = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
-    dhidden = torch.zeros(hidden.shape, dtype=like, device=hidden.device) if needed[0] else None
+    dhidden = None
     is_one = chunk.rounds and chunk.rows >= hidden.shape[0]  # then there is nothing to sum over chunks
     summed = like if is_one else wide
     dweight = torch.empty(weight.shape, dtype=summed, device=hidden.device) if needed[1] else None
     dbias = hidden.new_zeros(vocab, dtype=wide) if needed[2] else None
     scale, per_token, later = _factors(upstream, chunk.rounds and hidden.dtype == torch.bfloat16, target, wide)
-    marked = chunk.takes_ignored and not is_waited_for(hidden.device)
-    if marked:
-        target = _mark_ignored(target, ignore_index, vocab)
-        places = slices(len(target), chunk.rows)
-    else:
-        places = _rows(target, ignore_index, vocab, chunk.rows)
+    target, places, marked = _places(target, ignore_index, vocab, chunk)
     first = True
     with torch.autocast(hidden.device.type, enabled=False):  # what a caller's autocast would cast was cast before
         for at in places:
@@ -76,13 +75,19 @@ def run_in_chunks(
                 d = d.mul_(factor.where(target[at] >= 0, 0.0).unsqueeze(1) if marked else factor.unsqueeze(1))
             if dbias is not None:
                 dbias.add_(d.sum(0, dtype=wide), alpha=scale)
-            if dhidden is not None:
-                dhidden[at] = times_weight(d, weight).to(dhidden.dtype).mul_(scale)
-            if dweight is not None:
+            if dweight is not None:  # before the other product, whose result lies beside oneDNN's copies in this one
                 add_product(dweight, d, x, scale, first)
+            if needed[0]:
+                part = times_weight(d, weight).to(like).mul_(scale)
+                if len(part) < len(hidden):
+                    dhidden = hidden.new_zeros(hidden.shape, dtype=like) if dhidden is None else dhidden
+                    dhidden[at] = part
+                else:
+                    dhidden = part
             first = False
-    if first and dweight is not None:
-        dweight.zero_()  # every token is ignored
+    if first:  # every token is ignored
+        dhidden = hidden.new_zeros(hidden.shape, dtype=like) if needed[0] else None
+        dweight = None if dweight is None else dweight.zero_()
     if later is not None:
         dhidden, dweight, dbias = (None if g is None else g.mul_(later) for g in (dhidden, dweight, dbias))
     return losses, dhidden, dweight, dbias
@@ -141,16 +146,24 @@ def parts(
     ]
 
 
-def _rows(target: Tensor, ignore_index: int, vocab: int, rows: int) -> Iterator[slice | Tensor]:
-    """Which tokens make up each chunk: slices, or indices when some are ignored; chunks of about equal size."""
+def _places(
+    target: Tensor, ignore_index: int, vocab: int, chunk: Linear
+) -> tuple[Tensor, Iterator[slice | Tensor], bool]:
+    """The targets, which tokens make up each chunk, of about equal size, and whether ignored ones are among them, their
+    targets -1: elsewhere they are left out, by indices."""
+    if chunk.takes_ignored and not is_waited_for(target.device):
+        return _mark_ignored(target, ignore_index, vocab), slices(len(target), chunk.rows), True
     kept = (target != ignore_index).nonzero().squeeze(1)
     if not len(kept):
-        return
+        return target, iter(()), False
     low, high = torch.aminmax(target if len(kept) == len(target) else target[kept])
     for t in (low.item(), high.item()):
         if not 0 <= t < vocab:
             raise IndexError(f"Target {t} is out of bounds.")
-    yield from pieces(kept, len(target), rows)
+    ignored = len(target) - len(kept)
+    if chunk.takes_ignored and 0 < FEW * ignored <= len(target):
+        return target.where(target != ignore_index, -1), slices(len(target), chunk.rows), True
+    return target, pieces(kept, len(target), chunk.rows), False
 
 
 def pieces(kept: Tensor, tokens: int, rows: int) -> Iterator[slice | Tensor]:

@@ -169,6 +169,8 @@ def in_cpp(dtype: torch.dtype, device: str) -> str | None:
 
 
 class InCpp(Linear):
+    takes_ignored = True
+
     def __init__(self, hidden: Tensor, *args):
         super().__init__(hidden, *args)
         tokens, (vocab, width) = hidden.shape[0], self.weight.shape

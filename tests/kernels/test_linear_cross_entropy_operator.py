@@ -141,6 +141,30 @@ def test_rules_of_custom_operators():
         assert set(results.values()) == {"SUCCESS"}, (op, results)
 
 
+@pytest.mark.parametrize("ignored, gathered", [(0, False), (2, False), (3, True)])
+def test_where_few_tokens_are_ignored_none_is_gathered(ignored, gathered):
+    target = torch.arange(40)
+    target[5 : 5 + ignored] = -100
+    way = work.InCpp(torch.zeros(40, 3), torch.zeros(50, 3), None, (0.0, 0.0, 0.0), True)
+    way.rows = 16
+    targets, places, marked = chunks._places(target, -100, 50, way)
+    assert marked == (0 < ignored and not gathered)
+    assert [isinstance(at, torch.Tensor) for at in places] == [gathered] * 3
+    assert torch.equal(targets, target.where(target != -100, -1) if marked else target)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [7, 64])
+@pytest.mark.parametrize("reduction, variant", [("mean", PLAIN), ("sum", EVERYTHING), ("none", EVERYTHING)])
+def test_few_ignored_tokens_in_some_chunks(dtype, rows, reduction, variant, monkeypatch):
+    monkeypatch.setattr(work, "CACHED", 4 * 50 * rows)
+    monkeypatch.setattr(work, "ROWS", 1)
+    hidden, weight, bias = (torch.randn(*n).to(dtype).requires_grad_() for n in ((48, 9), (50, 9), (50,)))
+    target = torch.randint(4, 50, (48,))
+    target[[4, 30]] = variant[0]
+    assert_agrees([hidden, weight, bias], target, variant, reduction)
+
+
 def test_ignored_alone():
     hidden, weight, _, target = inputs(bias=False)
     target[:] = -100

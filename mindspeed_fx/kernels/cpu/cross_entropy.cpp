@@ -54,7 +54,7 @@ float loss_of_row(float* x, float* g, int64_t vocab, int64_t target, float up, c
 
 }  // namespace
 
-// losses [rows]; d [rows, vocab] the gradients of sum(upstream * losses), may be the logits themselves, or null; upstream
+// losses [rows], zero where a target is below zero, as the gradients there are; d [rows, vocab] the gradients of sum(upstream * losses), may be the logits themselves, or null; upstream
 // [rows] or null for ones. Logits in float32 are overwritten. ``type`` is that of logits and d. Returns 1 where there is no
 // memory.
 extern "C" int cross_entropy(int64_t type, int64_t rows, int64_t vocab, void* logits, void* d, const int64_t* target, const float* upstream, float* losses, float smoothing, float z_loss, float softcap, int64_t threads) {
@@ -71,6 +71,11 @@ extern "C" int cross_entropy(int64_t type, int64_t rows, int64_t vocab, void* lo
       for (int64_t r = 0; r < all; ++r) {
         E *from = static_cast<E*>(logits) + r * vocab, *to = d ? static_cast<E*>(d) + r * vocab : nullptr;
         const float up = upstream ? upstream[r] : 1.0f;
+        if (target[r] < 0) {
+          losses[r] = 0.0f;
+          if (to) std::memset(to, 0, vocab * sizeof(E));
+          continue;
+        }
         if constexpr (is_wide) {
           losses[r] = loss_of_row(from, to, vocab, target[r], up, settings);
         } else {
