@@ -196,6 +196,7 @@ def test_kernels_have_the_names_of_their_operators():
                 "layer_norm_backward_parts",
             ),  # of wide rows
             *("gated_delta_rule_backward", "selective_scan_backward", "ssd_backward"),  # gradients of those operators
+            *("selective_scan_segments", "selective_scan_segment_gradients"),  # of parts of a sequence, side by side
         },
     }
     operators = {p.stem for p in (ROOT / "kernels").glob("*.py")}

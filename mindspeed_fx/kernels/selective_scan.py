@@ -315,7 +315,9 @@ def _refuse(u, dt, A, B, C, D, z, bias, state, softplus):
     return triton.refuse_types(A.shape[0], u=u, dt=dt, A=A, B=B, C=C, D=D, z=z, bias=bias, state=state)
 
 
-triton.kernel(selective_scan, fake, "selective_scan.forward", "a walk through the states of some channels", _refuse)
+triton.kernel(
+    selective_scan, fake, "selective_scan.forward", "walks through segments with the states of some channels", _refuse
+)
 triton.kernel(
     selective_scan_backward,
     fake_backward,

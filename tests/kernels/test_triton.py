@@ -48,14 +48,16 @@ def jitted_functions():
 
 
 JITTED = jitted_functions()
-KERNELS = set(JITTED) - set().union(*JITTED.values())
-"""What is launched: no other kernel calls it."""
+ON_NPU = {"selective_scan_gradients"}
+"""Kernels of NPUs alone."""
+KERNELS = set(JITTED) - set().union(*JITTED.values()) - ON_NPU
+"""What is launched on cuda: no other kernel calls it."""
 
 SPILLED = {
     # Faster with few warps, spills and all: benchmarks/results/2026-11-27-gpu_sweeps.txt.
     **{"delta_rule_chunks": 152, "delta_rule_query_gradients": 104, "delta_rule_key_gradients": 168},
     "ssd_step_gradients": 32,
-    "selective_scan_gradients": 16,
+    "selective_scan_segment_gradients": 104,
     "layer_norm_backward_parts sum-16384-bfloat16 sm_90": 24,
 }
 """Bytes per thread where it is more than 8 (ptxas holds one backward to 80 registers, for occupancy, and leaves two
@@ -146,6 +148,19 @@ def test_regions_in_the_interpreter():
 @needs_triton
 def test_infinities_and_nan_in_the_interpreter():
     assert not any(worker("interpret")["not_finite"].values()), worker("interpret")["not_finite"]
+
+
+@needs_triton
+def test_kernels_of_an_npu_in_the_interpreter():
+    found = worker("interpret")["as_on_npu"]
+    assert set(found["kernels"]) == ON_NPU | {"selective_scan_states"} and len(found["distances"]) == 2
+    assert all(d <= 1 for ds in found["distances"].values() for d in ds.values()), found
+
+
+@needs_triton
+def test_segments_of_a_scan_fill_the_device_once():
+    """5 chunks: 13 segments of 160 programs on 132 * 16 warps; a sequence is not split for programs that fill it."""
+    assert worker("interpret")["chunks_of_segment"] == {"cuda": [5, 1, 4, 64, 1], "npu": [64, 64, 10, 64, 1]}
 
 
 def assert_lowered(found, codegen):

@@ -115,6 +115,8 @@ CASES = [
     selective_scan("plain", 1, 16, 16, 20, False),
     sinkhorn_knopp("streams", (3, 50, 4, 4), 5),
     sinkhorn_knopp("once", (7, 8, 8), 1),
+    selective_scan("two-segments", 1, 20, 5, 100, True),
+    selective_scan("three-segments", 1, 16, 4, 70, False),
 ]
 
 

@@ -22,7 +22,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from typing import Any
+from unittest import mock
 
 MODE = sys.argv[1]
 if not MODE.startswith("compile"):
@@ -31,6 +33,7 @@ if not MODE.startswith("compile"):
 import torch
 import triton
 
+from mindspeed_fx.kernels.triton import launch as launch_module
 from mindspeed_fx.kernels.triton.launch import launching
 from tests.kernels import loss_cases, region_cases, triton_not_finite
 from tests.kernels import triton_cases as cases
@@ -50,7 +53,34 @@ def interpret() -> dict[str, Any]:
     found["loss_not_finite"] = loss_cases.what_is_not_finite("cpu")
     found["regions"] = region_cases.distances(F32)
     found["not_finite"] = triton_not_finite.counts("cpu")
+    found["as_on_npu"] = as_on_npu()
+    found["chunks_of_segment"] = chunks_of_segment()
     return found | distances(rest=False)
+
+
+def as_on_npu() -> dict[str, dict]:
+    """Distances of a scan in the kernels that an NPU has."""
+
+    def run(kernel: Any, grid: int, args: tuple, num_warps: int, constants: dict[str, Any]) -> None:
+        kernels.append(kernel.fn.__name__)
+        kernel[(grid,)](*args, **constants)
+
+    kernels: list[str] = []
+    with launching(run, for_npu=True):
+        wanted = [c for c in cases.CASES if c.name in ("selective_scan-whole", "selective_scan-plain")]
+        found = {c.name: cases.distances(c, F32, "cpu") for c in wanted}
+    return {"kernels": sorted(set(kernels)), "distances": found}
+
+
+def chunks_of_segment() -> dict[str, list[int]]:
+    """Chunks of a segment of a scan on 132 multiprocessors of 16 warps, by (programs of a segment, chunks)."""
+    segments = importlib.import_module("mindspeed_fx.kernels.triton.selective_scan_segments")
+    sizes, found = ((160, 64), (2, 64), (700, 10), (4000, 64), (1, 1)), {}
+    for device in ("cuda", "npu"):
+        u: Any = types.SimpleNamespace(device=types.SimpleNamespace(type=device))
+        with mock.patch.object(launch_module, "_multiprocessors", lambda _: 132):
+            found[device] = [segments.chunks_of_segment(u, count, chunks, 16) for count, chunks in sizes]
+    return found
 
 
 def distances(rest: bool = True) -> dict[str, dict]:
@@ -152,6 +182,10 @@ def launches() -> list[tuple[str, object, tuple, int, dict]]:
             label, rows = f"5120 channels-{short}", lambda n: new(1, 4096, n, dtype=dtype).transpose(1, 2)  # noqa: B023
             rates, channels = new(5120, 16, dtype=F32), new(5120, dtype=F32)
             call = (rows(5120), rows(5120), rates, rows(16), rows(16), channels, rows(5120), channels, None, True)
+            out, _, starts = run["selective_scan"].forward(*call)
+            run["selective_scan_backward"].backward(out, None, starts, *call)
+            label, rows = f"segments-{short}", lambda n: new(1, 4096, n, dtype=dtype).transpose(1, 2)  # noqa: B023
+            call = (rows(32), rows(32), new(32, 16, dtype=F32), rows(16), rows(16), None, None, None, None, True)
             out, _, starts = run["selective_scan"].forward(*call)
             run["selective_scan_backward"].backward(out, None, starts, *call)
             label, streams = f"4 streams-{short}", new(8192, 4, 4, dtype=dtype)

@@ -1,4 +1,5 @@
-"""Gradients of the selective scan in Triton: a program walks back through the tiles of tokens of some channels.
+"""Gradients of the selective scan in Triton: a program walks back through the tokens of some channels. Here that of an
+NPU, by tiles of tokens; cuda's in selective_scan_segment_gradients.py.
 
 The state before a token comes from the state kept before its chunk, once more: no device reads registers by a number
 that is computed, and tiles [T, n, COLUMNS] of all of them do not fit an NPU. What several
@@ -14,9 +15,18 @@ from torch import Tensor
 
 from mindspeed_fx.kernels import selective_scan as definition
 from mindspeed_fx.kernels.recurrence import check_shapes
-from mindspeed_fx.kernels.triton.launch import launch, programs
+from mindspeed_fx.kernels.triton import selective_scan_segment_gradients as segment_gradients
+from mindspeed_fx.kernels.triton.launch import launch, only_cuda, programs
 from mindspeed_fx.kernels.triton.recurrence import put_rows, rows_of
-from mindspeed_fx.kernels.triton.selective_scan import WARPS, Sizes, by_row, next_state, row, tile_of
+from mindspeed_fx.kernels.triton.selective_scan import next_state, row, tile_of
+from mindspeed_fx.kernels.triton.selective_scan_segments import (
+    WARPS,
+    Sizes,
+    by_row,
+    decay_of,
+    rate_sums,
+    rates_of,
+)
 
 
 @triton.jit
@@ -59,7 +69,7 @@ def selective_scan_gradients(
         batch, low = tl.cast(item // PARTS, tl.int64), (item % PARTS) * COLUMNS
         at = low + tl.arange(0, COLUMNS)[None, :]
         here, inside = wide * CHANNELS + at, (wide < N) & (at < CHANNELS)
-        a = tl.load(a_ptr + here, mask=inside, other=0.0).to(tl.float32)
+        a = rates_of(a_ptr, here, inside)
         u_row, dt_row, b_row = u_ptr + batch * u0, dt_ptr + batch * s0, b_ptr + batch * b0
         dnow, da = a * 0.0, a * 0.0
         if STATE:
@@ -90,7 +100,7 @@ def selective_scan_gradients(
             for i in range(0, T):
                 j = T - 1 - i
                 now = state_at(state, step, x, b, a, j, T)
-                decay = tl.exp(row(step, j, T)[None, :] * a)
+                decay = decay_of(row(step, j, T)[None, :] * a)
                 of_b, of_c = row(b, j, T)[:, None], row(c, j, T)[:, None]
                 of_x, of_dy = row(x, j, T)[None, :], row(dy, j, T)[None, :]
                 after = decay * now + of_b * of_x
@@ -102,7 +112,7 @@ def selective_scan_gradients(
                 dc = tl.where(rows == j, tl.sum(after * of_dy, axis=1)[None, :], dc)
                 db = tl.where(rows == j, tl.sum(dnow * of_x, axis=1)[None, :], db)
                 dx = tl.where(rows == j, tl.sum(dnow * of_b, axis=0)[None, :], dx)
-                ddt = tl.where(rows == j, tl.sum(exponents * a, axis=0)[None, :], ddt)
+                ddt = tl.where(rows == j, rate_sums(exponents, a)[None, :], ddt)
                 dnow *= decay
             own, part = batch * seq * CHANNELS, (batch * PARTS + item % PARTS) * seq * N
             if GATE:
@@ -155,22 +165,27 @@ def backward(
     def new(*shape: int) -> Tensor:
         return u.new_empty((sizes.batch, *shape), dtype=torch.float32)
 
-    (channels, n), shared = A.shape, (sizes.parts, sizes.seq, A.shape[1])
-    shares, da, first = [new(*shared) for _ in "BC"], new(n, channels), new(n, channels)
-    of_channels = [new(channels) for _ in "Db"]
-    launch(
-        selective_scan_gradients,
-        programs(u, sizes.count, WARPS, 16),
-        *sizes.arguments, grad, first if grad_state is None else grad_state.transpose(1, 2).contiguous(), starts,
-        du, ddt, du if z is None else dz, *shares, da, *of_channels, first, sizes.count, sizes.seq, sizes.tiles,
-        starts.shape[1], *sizes.strides, grad.stride(0), grad.stride(2),
-        num_warps=WARPS, STATE=grad_state is not None, **sizes.constants,
-    )  # fmt: skip
+    n, channels = starts.shape[2:]
+    last = None if grad_state is None else grad_state.transpose(1, 2).contiguous()
+    first, of_tokens = new(n, channels), [du, ddt, du if z is None else dz]
+    if only_cuda(u):
+        db, dc, da, dskip, dshift = segment_gradients.start(sizes, grad, last, starts, of_tokens, first)
+    else:
+        db, dc = (new(sizes.parts, sizes.seq, n) for _ in "BC")
+        da, dskip, dshift = new(n, channels), new(channels), new(channels)
+        launch(
+            selective_scan_gradients,
+            programs(u, sizes.count, WARPS, 16),
+            *sizes.arguments, grad, first if last is None else last, starts, *of_tokens, db, dc, da, dskip, dshift,
+            first, sizes.count, sizes.seq, sizes.tiles, starts.shape[1], *sizes.strides,
+            grad.stride(0), grad.stride(2),
+            num_warps=WARPS, STATE=last is not None, **sizes.walk, **sizes.constants,
+        )  # fmt: skip
     dA.copy_(da.sum(0).t())
     dstate.copy_(first.transpose(1, 2))
-    for x, part in ((dB, shares[0]), (dC, shares[1])):
+    for x, part in ((dB, db), (dC, dc)):
         x.copy_(part.sum(1).transpose(1, 2))
-    for x, into, part in ((D, dD, of_channels[0]), (bias, dbias, of_channels[1])):
+    for x, into, part in ((D, dD, dskip), (bias, dbias, dshift)):
         if x is not None:
             into.copy_(part.sum(0))
     return results

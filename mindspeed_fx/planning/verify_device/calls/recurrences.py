@@ -83,7 +83,7 @@ def _turns(dtype: torch.dtype) -> Iterator[Call]:
 
 _SPACES = "triton, a walk through the states of each head", "triton, states again, a walk back, then all tiles at once"
 _SCANS = (
-    "triton, a walk through the states of some channels",
+    "triton, walks through segments with the states of some channels",
     "triton, a walk back, the states of a chunk again",
 )
 
