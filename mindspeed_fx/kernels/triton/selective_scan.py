@@ -29,8 +29,8 @@ from mindspeed_fx.kernels.triton.selective_scan_segments import (
     token_rows,
 )
 
-RESIDENT = 16
-"""Warps of a multiprocessor for which a sequence is split."""
+RESIDENT = 24
+"""Warps of a multiprocessor for which a sequence is split. Measured: benchmarks/results/2026-11-27-gpu_sweeps.txt."""
 
 
 @triton.jit

@@ -30,8 +30,9 @@ from mindspeed_fx.kernels.triton.selective_scan_segments import (
 
 HELD = 2
 """Tokens whose states are held in registers; half as many of states that are more than 16 wide. Divides CHUNK."""
-RESIDENT = 8
-"""Warps of a multiprocessor, by registers."""
+RESIDENT = 16
+"""Warps of a multiprocessor for which a sequence is split; registers are for eight at a time. Measured, as HELD:
+benchmarks/results/2026-11-27-gpu_sweeps.txt."""
 
 
 @triton.jit

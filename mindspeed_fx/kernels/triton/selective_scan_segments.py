@@ -25,7 +25,7 @@ COLUMNS = 32
 """Channels of a program."""
 WARPS = 1
 """No sum over states or channels then leaves a warp."""
-AHEAD = 4
+AHEAD = 2
 """Tokens of a tile on cuda; divides CHUNK. There each has a row of its own: to choose one of a tile takes a sum."""
 SIZES = ["count", "seq", "tiles", "chunks", "segments", "each"]
 """Arguments of which no kernel is to be compiled anew."""
