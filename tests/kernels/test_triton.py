@@ -54,7 +54,8 @@ KERNELS = set(JITTED) - set().union(*JITTED.values()) - ON_NPU
 """What is launched on cuda: no other kernel calls it."""
 
 SPILLED = {
-    # Faster with few warps, spills and all: benchmarks/results/2026-11-27-gpu_sweeps.txt.
+    # Faster with few warps, spills and all: benchmarks/results/2026-11-27-gpu_sweeps.txt. Of the scan triton 3.9 spills
+    # where a sequence is one segment.
     **{"delta_rule_chunks": 152, "delta_rule_query_gradients": 104, "delta_rule_key_gradients": 168},
     "ssd_step_gradients": 32,
     "selective_scan_segment_gradients": 104,
