@@ -57,10 +57,9 @@ def run_in_chunks(
     losses = hidden.new_zeros(hidden.shape[0], dtype=wide)
     # float16 waits for its scale in float32: before, gradients of a mean underflow.
     like = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
-    dhidden = None
+    dhidden = dweight = None
     is_one = chunk.rounds and chunk.rows >= hidden.shape[0]  # then there is nothing to sum over chunks
     summed = like if is_one else wide
-    dweight = torch.empty(weight.shape, dtype=summed, device=hidden.device) if needed[1] else None
     dbias = hidden.new_zeros(vocab, dtype=wide) if needed[2] else None
     scale, per_token, later = _factors(upstream, chunk.rounds and hidden.dtype == torch.bfloat16, target, wide)
     target, places, marked = _places(target, ignore_index, vocab, chunk)
@@ -75,8 +74,6 @@ def run_in_chunks(
                 d = d.mul_(factor.where(target[at] >= 0, 0.0).unsqueeze(1) if marked else factor.unsqueeze(1))
             if dbias is not None:
                 dbias.add_(d.sum(0, dtype=wide), alpha=scale)
-            if dweight is not None:  # before the other product, whose result lies beside oneDNN's copies in this one
-                add_product(dweight, d, x, scale, first)
             if needed[0]:
                 part = times_weight(d, weight).to(like).mul_(scale)
                 if len(part) < len(hidden):
@@ -84,10 +81,14 @@ def run_in_chunks(
                     dhidden[at] = part
                 else:
                     dhidden = part
+            if needed[1]:
+                # Made here, not before: oneDNN's copies in the other product lie where it will.
+                dweight = torch.empty(weight.shape, dtype=summed, device=hidden.device) if first else dweight
+                add_product(dweight, d, x, scale, first)
             first = False
     if first:  # every token is ignored
         dhidden = hidden.new_zeros(hidden.shape, dtype=like) if needed[0] else None
-        dweight = None if dweight is None else dweight.zero_()
+        dweight = hidden.new_zeros(weight.shape, dtype=summed) if needed[1] else None
     if later is not None:
         dhidden, dweight, dbias = (None if g is None else g.mul_(later) for g in (dhidden, dweight, dbias))
     return losses, dhidden, dweight, dbias

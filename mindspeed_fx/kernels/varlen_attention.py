@@ -61,7 +61,7 @@ def varlen_attention(
     for piece in _pieces(documents, q.shape[0]):
         qs, ks, vs = (piece.of(x) for x in (q, k, v))
         mask = piece.mask(causal, window)
-        if _is_narrow(q) and attention_flash.refusal(qs, ks, vs, mask, window) is None:
+        if _in_own_kernel(qs, ks, vs, mask):
             result = attention_flash.attention_flash.reference(
                 qs, ks, vs, causal and mask is None, scale, 0 if mask is not None else window, 0.0, None, mask
             )
@@ -79,9 +79,10 @@ def varlen_attention(
     return out, lse
 
 
-def _is_narrow(q: Tensor) -> bool:
-    """Our own kernel runs in 16 bits alone: in float32 ATen's kernel and blocks of rows were measured to be as fast."""
-    return q.dtype in attention_flash.NARROW and q.device.type == "cpu"
+def _in_own_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+    """16 bits alone: in float32 ATen's kernel and blocks of rows were measured to be as fast."""
+    is_narrow = q.dtype in attention_flash.NARROW and q.device.type == "cpu"
+    return is_narrow and attention_flash.supports(q, k, v, mask) is None
 
 
 def _check(operator: str, q: Tensor, k: Tensor, v: Tensor, **others: tuple[Tensor, tuple]) -> None:
@@ -126,7 +127,7 @@ def varlen_attention_backward(grad, q, k, v, out, lse, documents, ends, causal, 
     for piece in _pieces(documents, q.shape[0]):
         g, qs, ks, vs, o, s = (piece.of(x) for x in (grad, q, k, v, out, lse))
         mask = piece.mask(causal, window)
-        if _is_narrow(q) and grad.dtype == q.dtype and attention_flash.supports(qs, ks, vs, mask) is None:
+        if _in_own_kernel(qs, ks, vs, mask) and grad.dtype == q.dtype:
             result = attention_flash.attention_flash_backward.reference(
                 g, qs, ks, vs, o, s, causal and mask is None, scale, 0 if mask is not None else window, 0.0, mask
             )

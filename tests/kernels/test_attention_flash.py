@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_fx import kernels
-from mindspeed_fx.compat import cpp, dispatcher
+from mindspeed_fx.compat import cpp
 from mindspeed_fx.kernels.cpu import attention_flash
 from mindspeed_fx.kernels.cpu.weight_gradient import weight_gradient
 
@@ -269,17 +269,6 @@ def test_large_float16_scores_and_values_behave_as_in_float32():
     v[0, 0, 3, 5] = float("inf")  # infinity where its weight is not 0, NaN where it is
     out, want = ops.attention_flash(q, k, v, True, 1.0)[0], ops.attention(q, k, v, None, True, 1.0)[0]
     torch.testing.assert_close(out, want, equal_nan=True)
-
-
-def test_where_the_processor_multiplies_tiles_atens_forward_serves(monkeypatch):
-    monkeypatch.setattr(dispatcher, "multiplies_tiles", lambda dtype: True)
-    monkeypatch.setattr(cpp, "problem", lambda: None)
-    q = torch.empty(1, 2, 9, 8, device="meta", dtype=torch.bfloat16)
-    assert attention_flash.refusal(q, q, q) == "ATen's forward multiplies tiles of torch.bfloat16 on this processor"
-    assert attention_flash.refusal(q, q, q, None, 4) is attention_flash.refusal(q, q, q, None, 0, 2.0) is None
-    assert attention_flash.refusal(*[q.float()] * 3) is None
-    assert attention_flash.refusal(*[q.float()] * 3, mask=q) is None
-    assert attention_flash.refusal(*[q.double()] * 3, mask=q).endswith("not all float32, bfloat16 or float16")
 
 
 def test_other_types_run_the_reference():

@@ -277,29 +277,24 @@ def test_attention_in_blocks_computes_16_bit_inputs_in_float32(dtype):
 
 
 @pytest.mark.parametrize(
-    "seq, options, dtype, built, tiles, backward, forward",
+    "seq, options, dtype, built, backward, forward",
     [
-        (512, {}, torch.float32, True, False, "C++", "C++"),
-        (64, {"window": 8}, torch.float32, True, False, "C++", "C++"),
-        (64, {"softcap": 5.0}, torch.float32, True, False, "C++", "C++"),
-        (512, {}, torch.float32, False, False, "blocks", "aten flash"),
-        (128, {}, torch.float32, False, False, "aten flash", "aten flash"),
-        (1024, {}, torch.float32, False, False, "aten flash", "aten flash"),
-        (512, {}, torch.bfloat16, True, False, "C++", "C++"),
-        (512, {}, torch.bfloat16, True, True, "C++", "aten flash"),
-        (512, {}, torch.float32, True, True, "C++", "C++"),
-        (64, {"window": 8}, torch.bfloat16, True, True, "C++", "C++"),
-        (512, {}, torch.bfloat16, False, True, "aten flash", "aten flash"),
-        (512, {}, torch.float16, False, False, "aten flash", "aten flash"),
-        (64, {"window": 8}, torch.float32, False, False, "blocks", "blocks"),
-        (64, {"softcap": 5.0}, torch.bfloat16, True, False, "C++", "C++"),
-        (64, {"softcap": 5.0}, torch.bfloat16, False, False, "blocks", "blocks"),
+        (512, {}, torch.float32, True, "C++", "C++"),
+        (64, {"window": 8}, torch.float32, True, "C++", "C++"),
+        (64, {"softcap": 5.0}, torch.float32, True, "C++", "C++"),
+        (512, {}, torch.float32, False, "blocks", "aten flash"),
+        (128, {}, torch.float32, False, "aten flash", "aten flash"),
+        (1024, {}, torch.float32, False, "aten flash", "aten flash"),
+        (512, {}, torch.bfloat16, True, "C++", "C++"),
+        (512, {}, torch.float16, False, "aten flash", "aten flash"),
+        (64, {"window": 8}, torch.float32, False, "blocks", "blocks"),
+        (64, {"softcap": 5.0}, torch.bfloat16, True, "C++", "C++"),
+        (64, {"softcap": 5.0}, torch.bfloat16, False, "blocks", "blocks"),
     ],
 )
-def test_which_kernel_runs_attention_on_cpu(monkeypatch, seq, options, dtype, built, tiles, backward, forward):
+def test_which_kernel_runs_attention_on_cpu(monkeypatch, seq, options, dtype, built, backward, forward):
     monkeypatch.setattr(dispatcher, "onednn_beats_blas", lambda: True)
     monkeypatch.setattr(cpp, "problem", lambda: None if built else "not here")
-    monkeypatch.setattr(dispatcher, "multiplies_tiles", lambda dtype: tiles and dtype == torch.bfloat16)
     q, k, v, grad = (torch.empty(1, 4, seq, 16, dtype=dtype, device="meta") for _ in range(4))
     given = (None, True, 0.25, options.get("window", 0), options.get("softcap", 0.0))
     assert forward in kernels.REGISTRY[ops.attention.default].choose("cpu", (q, k, v, *given), {})[0].kernel
@@ -309,37 +304,10 @@ def test_which_kernel_runs_attention_on_cpu(monkeypatch, seq, options, dtype, bu
     assert backward in lowering.kernel
 
 
-@pytest.mark.parametrize("hidden", ["none", "some keys", "a whole row"])
-@pytest.mark.parametrize("v_dim, with_sinks", [(16, False), (8, True)])
-def test_our_backward_after_atens_forward(hidden, v_dim, with_sinks, monkeypatch):
-    if cpp.problem():
-        pytest.skip(str(cpp.problem()))
-    monkeypatch.setattr(dispatcher, "multiplies_tiles", lambda dtype: True)
-    q, k, v = (torch.randn(2, 70, n, d).transpose(1, 2).bfloat16() for n, d in ((4, 16), (2, 16), (2, v_dim)))
-    grad, sinks = torch.randn(2, 70, 4, v_dim).transpose(1, 2).bfloat16(), torch.randn(4).bfloat16()
-    mask = None if hidden == "none" else torch.rand(2, 1, 70, 70) < 0.7
-    if hidden == "a whole row":
-        mask[:, :, 5] = False
-    args = (q, k, v, mask, mask is None, 0.25, 0, 0.0, sinks if with_sinks else None)
-    operator, backward = kernels.REGISTRY[ops.attention.default], kernels.REGISTRY[ops.attention_backward.default]
-    kernel = operator.choose("cpu", args, {})[0]
-    out, lse = kernel.build(*args)
-    given = (mask, mask is None, 0.25)
-    own = backward.choose("cpu", (grad, q, k, v, out, lse, *given), {})[0]
-    assert (kernel.kernel, own.kernel) == ("aten flash attention", "flash attention backward in C++")
-    wide = [x.double() for x in (q, k, v)]
-    want = operator.reference(*wide, *given, 0, 0.0, sinks.double() if with_sinks else None)
-    torch.testing.assert_close(out.double(), want[0], rtol=2e-2, atol=2e-2)
-    gradients = backward.reference(grad.double(), *wide, *want, *given)
-    for have, expected in zip(own.build(grad, q, k, v, out, lse, *given), gradients, strict=True):
-        torch.testing.assert_close(have.double(), expected, rtol=5e-2, atol=5e-2)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("v_dim", [16, 8])
 @pytest.mark.parametrize("name", ["C++", "aten flash"])
 def test_flash_with_sinks_and_narrow_values_is_the_reference(dtype, v_dim, name, monkeypatch):
-    monkeypatch.setattr(dispatcher, "multiplies_tiles", lambda dtype: False)
     if name == "aten flash":
         monkeypatch.setattr(cpp, "problem", lambda: "not here")
     elif cpp.problem():

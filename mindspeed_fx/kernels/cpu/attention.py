@@ -19,13 +19,13 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 def _own_supports(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
     if sinks is not None and sinks.dim() > 1:
         return "a sink for each query"
-    return attention_flash.refusal(q, k, v, mask, window, softcap)
+    return attention_flash.supports(q, k, v, mask)
 
 
 def _own_backward_supports(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
     if grad.dtype != q.dtype:
         return f"a gradient of type {grad.dtype}"
-    return attention_flash.supports(q, k, v, mask)
+    return _own_supports(q, k, v, mask, causal, scale, window, softcap)
 
 
 @attention.lower("cpu")("flash attention in C++", _own_supports)

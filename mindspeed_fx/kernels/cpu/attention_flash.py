@@ -15,7 +15,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from mindspeed_fx.compat import cpp, dispatcher
+from mindspeed_fx.compat import cpp
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.cost import operators as cost
 from mindspeed_fx.kernels import attention
@@ -54,19 +54,6 @@ def supports(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> str
         return reason
     cpp.start()
     return None
-
-
-def refusal(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, window: int = 0, softcap: float = 0.0
-) -> str | None:
-    """Why the forward is not to run on these: it cannot, or ATen's is the faster; None when it is. The backward runs
-    wherever it can: ATen's takes 1.2 to 5.6 times as long where it multiplies tiles, too, and has none of masks of
-    numbers (benchmarks/results/2026-11-27-attention_amx.txt).
-    """
-    is_atens = not (window or softcap) and (mask is None or mask.dtype == torch.bool)
-    if q.dtype in NARROW and is_atens and dispatcher.multiplies_tiles(q.dtype):
-        return f"ATen's forward multiplies tiles of {q.dtype} on this processor"
-    return supports(q, k, v, mask)
 
 
 def _fake(q, k, v, causal, scale, window=0, softcap=0.0, sinks=None, mask=None):

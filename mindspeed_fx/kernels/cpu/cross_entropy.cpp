@@ -54,9 +54,9 @@ float loss_of_row(float* x, float* g, int64_t vocab, int64_t target, float up, c
 
 }  // namespace
 
-// losses [rows], zero where a target is below zero, as the gradients there are; d [rows, vocab] the gradients of sum(upstream * losses), may be the logits themselves, or null; upstream
-// [rows] or null for ones. Logits in float32 are overwritten. ``type`` is that of logits and d. Returns 1 where there is no
-// memory.
+// losses [rows], zero where a target is below zero, as the gradients there are; d [rows, vocab] the gradients of
+// sum(upstream * losses), may be the logits themselves, or null; upstream [rows] or null for ones. Logits in float32 are
+// overwritten. ``type`` is that of logits and d. Returns 1 where there is no memory.
 extern "C" int cross_entropy(int64_t type, int64_t rows, int64_t vocab, void* logits, void* d, const int64_t* target, const float* upstream, float* losses, float smoothing, float z_loss, float softcap, int64_t threads) {
   const Settings settings = {smoothing, z_loss, softcap};
   std::atomic<bool> failed{false};

@@ -36,7 +36,7 @@ TRAINED = "0.69 of the time at 256 rows, 0.81 to 0.83 at 512"
 
 MASKED_ROWS, NARROW_ROWS = 256, 768
 """Attention of fewer rows is left to generated code: with a mask or documents (float32: 128 rows 1.1 to 1.3 of its
-time, 256 rows 0.8 to 1.0; bfloat16 where products are of tiles: 64 and 128 rows 0.96 to 1.6, 256 rows 0.75 to 1.0),
+time, 256 rows 0.8 to 1.0; bfloat16 where products are of tiles: 64 and 128 rows 1.1 to 1.7, 256 rows 0.8 to 1.0),
 and in 16 bits where ATen's kernels run alone (128 rows 2.0 to 2.6, 512 rows 1.0 to 1.5, 768 rows 0.5 to 0.7; ours from
 64 rows on 0.05 to 0.3), forward and backward on two cores (benchmarks/attention_short.py)."""
 
