@@ -42,7 +42,7 @@ def multiplies_pairs() -> bool:
 
 @functools.cache
 def multiplies_tiles(dtype: torch.dtype) -> bool:
-    """Whether this processor multiplies whole tiles of bfloat16 or float16 (AMX), which ATen's flash attention uses."""
+    """Whether this processor multiplies whole tiles of bfloat16 or float16 (AMX), as oneDNN's products do there."""
     name = {torch.bfloat16: "_is_amx_tile_supported", torch.float16: "_is_amx_fp16_supported"}[dtype]
     ask = getattr(torch.cpu, name, None)
     return ask is not None and ask()

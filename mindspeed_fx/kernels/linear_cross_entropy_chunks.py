@@ -154,7 +154,8 @@ def _places(
     targets -1: elsewhere they are left out, by indices."""
     if chunk.takes_ignored and not is_waited_for(target.device):
         return _mark_ignored(target, ignore_index, vocab), slices(len(target), chunk.rows), True
-    kept = (target != ignore_index).nonzero().squeeze(1)
+    is_kept = target != ignore_index
+    kept = is_kept.nonzero().squeeze(1)
     if not len(kept):
         return target, iter(()), False
     low, high = torch.aminmax(target if len(kept) == len(target) else target[kept])
@@ -163,7 +164,7 @@ def _places(
             raise IndexError(f"Target {t} is out of bounds.")
     ignored = len(target) - len(kept)
     if chunk.takes_ignored and 0 < FEW * ignored <= len(target):
-        return target.where(target != ignore_index, -1), slices(len(target), chunk.rows), True
+        return target.where(is_kept, -1), slices(len(target), chunk.rows), True
     return target, pieces(kept, len(target), chunk.rows), False
 
 

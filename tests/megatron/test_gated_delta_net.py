@@ -46,7 +46,7 @@ def test_rule_is_megatrons_own_without_a_kernel(normalize, state):
         grads = torch.autograd.grad((out.sin().sum() + final.cos().sum()), (q, k, v, g, beta))
         results.append((out, final, *grads))
     for want, have in zip(*results, strict=True):
-        torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-5 * float(want.detach().abs().max().clamp(1, 10)))
     assert chunk_gated_delta_rule(q, k, v, g, beta)[1] is None
 
 

@@ -138,10 +138,11 @@ def _together(scores: Scores, bands: list[Band | None]) -> Band | None:
 def _long_enough(q: torch.Tensor, masked: bool) -> None:
     """Raises :class:`Miss` where generated code is as fast, or faster."""
     rows, narrow = match.hint(q.shape[2]), q.dtype.itemsize < 4
-    is_ours = attention_flash.supports(q, q, q) is None
-    if narrow and is_ours and not dispatcher.multiplies_tiles(q.dtype):
+    least = MASKED_ROWS if masked else 1
+    if narrow and attention_flash.supports(q, q, q) is not None:
+        least = NARROW_ROWS
+    elif narrow and not dispatcher.multiplies_tiles(q.dtype):
         return
-    least = NARROW_ROWS if narrow and not is_ours else MASKED_ROWS if masked else 1
     if rows < least:
         what = f"{rows} rows in {q.dtype}".replace("torch.", "") if narrow else f"{rows} rows with a mask"
         raise Miss(
