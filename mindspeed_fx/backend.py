@@ -3,7 +3,7 @@
     Dynamo graph -> capture -> captured passes -> AOTAutograd -> joint passes -> cut -> partitioned passes -> lowering
     -> codegen
 
-Of layers that are alike four go this way up to the cut (:mod:`mindspeed_fx.partition.shorten`). With codegen "inductor"
+Of layers that are alike four go this way up to codegen (:mod:`mindspeed_fx.partition.shorten`). With codegen "inductor"
 the steps sit in Inductor's hooks (one composite object per hook, known to its caches by :func:`identity`); with "eager"
 the same steps run around AOTAutograd alone.
 """
@@ -303,6 +303,9 @@ class Compilation:
             self.work["forward"] = work = flop_count.count(forward)
             self.work["backward"] = flop_count.behind(self.work["joint"], work, flop_count.count(backward))
         self.pipeline.after_cut(self.record, forward, backward)
+        if self.shortened is not None:  # then both are finished before they get the layers that they lack
+            self.finish_side(forward, "forward")
+            self.finish_side(backward, "backward")
 
     def finish_side(self, gm: fx.GraphModule, side: str) -> None:
         """Partitioned passes and lowering of one forward, backward or inference graph."""
@@ -335,11 +338,19 @@ class Compilation:
         recorder.finish(self.record)
         progress.enter(f"{direction} codegen")
 
+    def _finished(self, gm: fx.GraphModule, inputs: Sequence[Any], side: str) -> tuple[Sequence[Any], list[int] | None]:
+        """Finish a side, and give an inference graph the layers that it lacks; what it is compiled with, and which of
+        that lies where it lay in every call, where that is another."""
+        if self.shortened is None or side == "inference":
+            with dynamo.alone():  # a backward is compiled when it is first called
+                self.finish_side(gm, side)
+        if self.shortened is None or side != "inference":
+            return inputs, None
+        return unroll(gm, self.shortened, inputs), aot_inputs.static_inputs()
+
     def run_eagerly(self, gm: fx.GraphModule, inputs: Sequence[Any], side: str) -> Callable:
-        if side == "inference" and self.shortened is not None:
-            inputs = unroll(gm, self.shortened, inputs)
-        with self._progress(), dynamo.alone(), without_collection():  # a backward is compiled when it is first called
-            self.finish_side(gm, side)
+        with self._progress(), without_collection():
+            inputs, _ = self._finished(gm, inputs, side)
         hand_over = turns.insert if self.takes_turns else None
         if self.late is not None and side == "backward":
             return late_gradients.run_in_parts(gm, self.late, inductor_compat.box_arguments, hand_over)
@@ -350,11 +361,9 @@ class Compilation:
     def run_inductor(self, gm: fx.GraphModule, inputs: Sequence[Any], compile: Callable, **kwargs: Any) -> Any:
         side = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
         with self._progress(), without_collection():
-            if side == "inference" and self.shortened is not None:
-                inputs = unroll(gm, self.shortened, inputs)
-                kwargs["static_input_idxs"] = aot_inputs.static_inputs()
-            with dynamo.alone():
-                self.finish_side(gm, side)
+            inputs, static = self._finished(gm, inputs, side)
+            if static is not None:
+                kwargs["static_input_idxs"] = static
             if recorder.is_modelling():
                 return inductor_compat.box_arguments(gm)
             shared = self.caches and (self.sharding.is_cacheable if self.sharding else self.late is not None)

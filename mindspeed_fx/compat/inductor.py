@@ -341,6 +341,16 @@ def number_seeds(graph: fx.Graph) -> None:
                 seeds.meta["val"] = seeds.target(*seeds.args, **seeds.kwargs)
 
 
+def place_of_seed(node: fx.Node) -> int | None:
+    """Which of a row of seeds a call takes; None for other calls."""
+    return node.args[1] if _primitive(node) == "inductor_lookup_seed" else None  # type: ignore[return-value]
+
+
+def take_seed(node: fx.Node, place: int | None) -> None:
+    """Have a call that takes a seed from a row take another."""
+    node.args = (node.args[0], place)
+
+
 def draws_by_seed(node: fx.Node) -> bool:
     """Whether a call draws by a seed that it reads, and so the same with the same."""
     return _primitive(node) in ("inductor_random", "inductor_randint")

@@ -109,6 +109,11 @@ def keep_unchecked(node: fx.Node) -> None:
     node.meta["saved_tensor_with_no_vc_check"] = True
 
 
+def is_unchecked(node: Any) -> bool:
+    """Whether ``node`` of a forward is saved without that check."""
+    return isinstance(node, fx.Node) and bool(node.meta.get("saved_tensor_with_no_vc_check"))
+
+
 def knapsack(graph: fx.Graph, info: Any, budget: float, solver: str) -> list[fx.Node]:
     """What torch itself would save, asked from within a ``choose``.
 
@@ -195,18 +200,6 @@ def must_save(node: fx.Node) -> bool:
     from torch.utils.checkpoint import CheckpointPolicy
 
     return node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE
-
-
-def region(node: fx.Node) -> int | None:
-    """The number of the checkpointed region that a call of a joint graph is of: torch saves what leaves one region for
-    a later one, which it knows by the greater number."""
-    return node.meta.get("ac_graph_id")
-
-
-def move_region(node: fx.Node, by: int) -> None:
-    """Make the region of a call a later one, where it is of any."""
-    if (number := region(node)) is not None:
-        node.meta["ac_graph_id"] = number + by
 
 
 def is_collective(node: fx.Node) -> bool:

@@ -11,10 +11,10 @@ from typing import Any, Callable, Sequence
 
 import torch.fx as fx
 
-from mindspeed_fx.compat import aot_inputs, inductor, partitioner
+from mindspeed_fx.compat import inductor, partitioner
 from mindspeed_fx.partition.max_flow import ENDLESS, SINK, SOURCE, Network
 from mindspeed_fx.partition.shorten import Shortened
-from mindspeed_fx.partition.unroll import unroll
+from mindspeed_fx.partition.unroll import unroll_both
 
 
 class Partitioner(inductor.CustomPartitioner):
@@ -27,7 +27,7 @@ class Partitioner(inductor.CustomPartitioner):
         finish: called with the forward and the backward.
         memory_budget: fraction in (0, 1] of the activations' bytes to keep where torch decides; None: what pays.
         identity: what compile caches know this partitioner by.
-        shortened: which layers the joint graph lacks; they are put in before it is cut.
+        shortened: which layers the joint graph lacks; forward and backward get them when ``finish`` is done.
     """
 
     def __init__(
@@ -46,10 +46,6 @@ class Partitioner(inductor.CustomPartitioner):
         self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         self.prepare(gm)
-        if self.shortened is not None:
-            inputs = joint_inputs[0]
-            inputs[:] = unroll(gm, self.shortened, inputs)  # AOTAutograd compiles the forward with this list
-            kwargs["static_lifetime_input_indices"] = aot_inputs.static_inputs()
         forward, backward = partitioner.partition(
             gm,
             joint_inputs,
@@ -59,6 +55,9 @@ class Partitioner(inductor.CustomPartitioner):
             **kwargs,
         )
         self.finish(forward, backward)
+        if self.shortened is not None:
+            inputs = joint_inputs[0]  # AOTAutograd compiles the forward with this list
+            inputs[:] = unroll_both(forward, backward, self.shortened, inputs, kwargs["num_fwd_outputs"])
         return forward, backward
 
     def uuid(self) -> str:

@@ -1,32 +1,31 @@
-"""The graph of a model of four layers -> that of the whole model: the second half of
+"""Graphs of a model of four layers -> those of the whole model: the second half of
 :mod:`mindspeed_fx.partition.shorten`.
 
-A joint graph has its layers twice, forward and, in the other order, backward; an inference graph once. Each such
-stretch gets copies of its second layer behind it. What a copy reads follows from what the layers beside it read: the
-input of its own number, what the layer before it makes, what its own forward made, or what all share. Where that cannot
-be said of an argument, or anything else reads a layer between the outer ones, :class:`LayersDiffer` is raised.
+A graph gets copies of the second layer of each stretch of layers behind it: an inference graph, or a forward and then
+its backward, where layers stand in the other order. What a copy reads follows from what the layers beside it read: the
+input of its own number, what the layer before it makes, what its own forward saved, or what all share. Where that
+cannot be said of an argument, or anything else reads a layer between the outer ones, :class:`LayersDiffer` is raised.
 """
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, Iterator, Sequence
 
-import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 from mindspeed_fx.compat import aot_inputs, fake, inductor, partitioner
-from mindspeed_fx.partition import repeats
-from mindspeed_fx.partition.shorten import BEFORE, KEPT, Shortened
-from mindspeed_fx.partition.stretch import LayersDiffer, Row, Source, Stretch, source, stretches
+from mindspeed_fx.graph.recompile import recompile
+from mindspeed_fx.partition.shorten import BEFORE, Shortened
+from mindspeed_fx.partition.stretch import LayersDiffer, source
+from mindspeed_fx.partition.unrolled import Member, Unrolled
 
 
 def unroll(gm: fx.GraphModule, short: Shortened, inputs: Sequence[Any]) -> list[Any]:
-    """Give ``gm`` the layers that ``short`` left out, in place, and its compiled form their inputs.
+    """Give an inference graph the layers that ``short`` left out, in place, and its compiled form their inputs.
 
     Args:
-        gm: joint or inference graph traced from the short one; nodes have ``meta["val"]``.
+        gm: traced from the short graph; nodes have ``meta["val"]``.
         inputs: what it was traced with.
 
     Returns:
@@ -35,257 +34,168 @@ def unroll(gm: fx.GraphModule, short: Shortened, inputs: Sequence[Any]) -> list[
     Raises:
         LayersDiffer: its layers are not alike, or are read one by one.
     """
+    _refuse()
+    with fake.past_modes():
+        whole = Unrolled(gm.graph, short, outside=len(gm.graph.output_node().args[0]))
+        _add(whole, "primals")
+    _finish(gm)
+    return _give_inputs(whole, inputs)
+
+
+def unroll_both(
+    forward: fx.GraphModule, backward: fx.GraphModule, short: Shortened, inputs: Sequence[Any], results: int
+) -> list[Any]:
+    """Give a forward and its backward, as they were cut, the layers that ``short`` left out, in place, and their
+    compiled forms their inputs.
+
+    Args:
+        forward, backward: cut from a joint graph that was traced from the short one; nodes have ``meta["val"]``.
+        inputs: what it was traced with.
+        results: how many of the forward's results are its callers'; those behind are saved for the backward.
+
+    Returns:
+        What the whole forward is compiled with.
+
+    Raises:
+        LayersDiffer: layers are not alike, or are read one by one.
+    """
+    _refuse()
+    with fake.past_modes():
+        whole = Unrolled(forward.graph, short, results)
+        seeds, again = _seeds(forward), _seeds(backward)
+        drawn = {place: whole.own[n] for place, n in seeds.items() if n in whole.own}
+        _add(whole, "primals")
+        missing, saved = _add_saved(whole, len(backward.graph.find_nodes(op="placeholder")))
+        back = Unrolled(backward.graph, missing, outside=0, drawn=drawn)
+        _add(back, "saved", saved)
+        copies = [(n, whole.seeds[row][i]) for row, members in back.seeds.items() for i, n in members.items()]
+        for node, seed in [*copies, *((n, seeds[place]) for place, n in again.items())]:
+            inductor.take_seed(node, inductor.place_of_seed(seed))
+        _add_gradients(back, short)
+    _finish(forward)
+    _finish(backward)
+    return _give_inputs(whole, inputs)
+
+
+def _seeds(gm: fx.GraphModule) -> dict[int | None, fx.Node]:
+    """Of each place in a row of seeds what takes it."""
+    return {place: n for n in gm.graph.nodes if (place := inductor.place_of_seed(n)) is not None}
+
+
+def _refuse() -> None:
     if why := aot_inputs.why_fixed():
         raise LayersDiffer(why)
-    with fake.past_modes():
-        whole = _Unrolled(gm.graph, short)
-        whole.add_inputs()
-        for stretch in whole.stretches:
-            whole.add_layers(stretch)
-        whole.rewire()
-        inductor.number_seeds(gm.graph)
-    whole.add_gradients()
+
+
+def _add(whole: Unrolled, prefix: str, saved: Sequence[fx.Node] | None = None) -> None:
+    whole.add_inputs(prefix, saved)
+    whole.add_layers()
+    whole.rewire()
+    inductor.number_seeds(whole.graph)
+
+
+def _finish(gm: fx.GraphModule) -> None:
     gm.graph.lint()
-    aot_inputs.give_inputs(whole.like, short.kept)
-    traced = dict(zip(short.kept, inputs, strict=True))
-    return [traced[p] if p in traced else whole.inputs[p].meta["val"] for p in range(short.inputs)]
+    recompile(gm)
 
 
-SEED = Source("seed")
-"""Every layer draws with a seed of its own, which nothing else reads."""
+def _give_inputs(whole: Unrolled, inputs: Sequence[Any]) -> list[Any]:
+    aot_inputs.give_inputs(whole.like, whole.short.kept)
+    traced = dict(zip(whole.short.kept, inputs, strict=True))
+    return [traced[p] if p in traced else whole.inputs[p].meta["val"] for p in range(whole.short.inputs)]
 
 
-class _Unrolled:
-    """A graph on its way from few layers to all; in :class:`Stretch` layers have the numbers of those kept."""
+def _add_saved(whole: Unrolled, inputs: int) -> tuple[Shortened, list[fx.Node]]:
+    """What copies save for the backward, behind what the layer before them saves.
 
-    def __init__(self, graph: fx.Graph, short: Shortened):
-        self.graph, self.short, self.more = graph, short, short.left_out
-        placeholders = [n for n in graph.nodes if partitioner.is_input(n)]
-        if len(placeholders) != len(short.kept):
-            raise LayersDiffer(f"the traced graph has {len(placeholders)} inputs for {len(short.kept)}")
-        self.inputs = dict(zip(short.kept, placeholders))
-        """Of each position among the whole model's inputs its placeholder."""
-        self.own = {
-            self.inputs[p]: (self._shortened(i), name) for p, (i, name) in short.own.items() if p in self.inputs
-        }
-        """Of each placeholder that layers have for themselves: number among the kept layers, and name."""
-        self.position = {where: p for p, where in short.own.items()}
-        kept = {p: i for i, p in enumerate(short.kept)}
-        self.like = [
-            kept[p] if p in kept else kept[self.position[BEFORE - 1, short.own[p][1]]] for p in range(short.inputs)
-        ]
-        """Of each position the input of the short graph that is, or stands for, the input there."""
-        is_joint = any(n.op == "placeholder" and not partitioner.is_input(n) for n in graph.nodes)
-        self.gradients = len(short.kept) if is_joint else 0
-        """How many of the last results are gradients."""
-        self.stretches = self._find()
-        self.sources = {s: dict(self._sources(s)) for s in self.stretches}
-        self._check_readers()
-        self.layers: dict[Stretch, list[list[fx.Node]]] = {}
+    Args:
+        whole: a forward that has its copies.
+        inputs: how many inputs the backward of the short graph has.
 
-    def _shortened(self, layer: int) -> int:
-        return layer if layer < BEFORE else layer - self.more
-
-    def _find(self) -> list[Stretch]:
-        """The stretches that read inputs of layers, or others of these, in order; of no more layers than were kept, for
-        layers of two kinds in turn are calls of one kind where they differ in what they read alone."""
-        calls = [n for n in self.graph.nodes if n.op == "call_function" and not inductor.is_seed(n)]
-        pieces, matches = [(0, len(calls))], []
-        while pieces:
-            start, end = pieces.pop()
-            candidates = stretches(calls[start:end], repeats.LEAST_CALLS)
-            first, last, stretch = next((c for c in candidates if len(c[2].layers) <= KEPT), (0, 0, None))
-            if stretch is not None:
-                matches.append((start + first, stretch))
-                pieces += [(start, start + first), (start + last, end)]
-        known, results = set(self.own), []
-        for _, stretch in sorted(matches, key=lambda m: m[0]):
-            if any(a in known for nodes in stretch.layers for n in nodes for a in n.all_input_nodes):
-                results.append(stretch)
-                known.update(stretch.place)
-        if not results:
-            raise LayersDiffer("no layers are alike once they are traced")
-        return results
-
-    def _member(self, node: Any) -> tuple[Row, int, int] | None:
-        if node in self.own:
-            layer, name = self.own[node]
-            return ("input", name), layer, KEPT
-        for number, stretch in enumerate(self.stretches):
-            if node in stretch.place:
-                layer, call = stretch.place[node]
-                return (number, call), layer, len(stretch.layers)
-        return None
-
-    def _sources(self, stretch: Stretch) -> Iterator[tuple[tuple[int, int], Source]]:
-        for where, nodes in stretch.reads():
-            if all(map(inductor.is_seed, nodes)):
-                yield where, SEED
-            else:
-                yield where, Source(None, node=nodes[0]) if _are_equal(nodes) else source(nodes, self._member)
-
-    def _check_readers(self) -> None:
-        """Of every stretch, and of the inputs of layers, one layer between the outer ones is read by layers alone: what
-        reads others is of layers that are cut, not of all. Gradients leave as such.
-        """
-        within = {n for s in self.stretches for n in s.place}
-        output = self.graph.output_node()
-        results = set(output.args[0][: len(output.args[0]) - self.gradients])
-
-        def read_outside(node: fx.Node) -> bool:
-            return node in results or any(u not in within and u is not output for u in node.users)
-
-        inputs = [[n for n, (i, _) in self.own.items() if i == layer] for layer in range(KEPT)]
-        for layers in (inputs, *(s.layers for s in self.stretches)):
-            if all(any(map(read_outside, nodes)) for nodes in layers[1:-1]):
-                read = next(filter(read_outside, layers[1]))
-                raise LayersDiffer(f"{read.name} of a layer is read by what is of no layer")
-
-    # ------------------------------------------------------------ what a layer of the whole model reads
-
-    def _read(self, origin: Source, layer: int) -> fx.Node | None:
-        """What layer ``layer`` reads where ``origin`` says so; None for an outer one that reads something else."""
-        if origin.row is None or origin is SEED:
-            return origin.node
-        kind, name = origin.row  # type: ignore[misc]
-        number = origin.sign * layer + origin.shift + (self.more if origin.sign < 0 else 0)
-        if kind == "input":
-            position = self.position.get((number, name))
-            return None if position is None else self.inputs[position]
-        layers = self.layers[self.stretches[kind]]
-        return layers[number][name] if 0 <= number < len(layers) else None
-
-    # ------------------------------------------------------------ steps
-
-    def add_inputs(self) -> None:
-        """A placeholder for each input of the whole model, in their order, before all else."""
-        taken = {n.name for n in self.graph.nodes}
-        names = (name for i in itertools.count(len(self.inputs) + 1) if (name := f"primals_{i}") not in taken)
-        for p in reversed(range(self.short.inputs)):
-            first = next(iter(self.graph.nodes))
-            if p not in self.inputs:
-                template = self.inputs[self.short.kept[self.like[p]]]
-                with self.graph.inserting_before(first):
-                    self.inputs[p] = self.graph.placeholder(next(names))
-                self.inputs[p].meta = {**template.meta, "val": fake.fresh(template.meta["val"], {})}
-            elif self.inputs[p] is not first:
-                first.prepend(self.inputs[p])
-            if "desc" in self.inputs[p].meta:
-                self.inputs[p].meta["desc"] = aot_inputs.renumber(self.inputs[p].meta["desc"], p)
-
-    def add_layers(self, stretch: Stretch) -> None:
-        """Copies of the stretch's second layer behind it."""
-        template = stretch.layers[BEFORE - 1]
-        layers = self.layers[stretch] = stretch.layers[:BEFORE]
-        rows = [repeats.arguments(n) for n in template]
-        inside = {n: k for k, n in enumerate(template)}
-        with self.graph.inserting_before(stretch.layers[BEFORE][0]):
-            for layer in range(BEFORE, BEFORE + self.more):
-                calls: list[fx.Node] = []
-                layers.append(calls)
-                storages: dict[int, torch.Tensor] = {}
-                for k, node in enumerate(template):
-                    new_arguments = []
-                    for j, old in enumerate(rows[k]):
-                        origin = self.sources[stretch].get((k, j))
-                        if origin is SEED:
-                            new = _copy(self.graph, old, old.all_input_nodes)
-                        else:
-                            new = calls[inside[old]] if origin is None else self._read(origin, layer)
-                        if new is None:
-                            raise LayersDiffer(f"{node.name} reads {old.name}, which not every layer has")
-                        fake.match_storages(old.meta.get("val"), new.meta.get("val"), storages)
-                        new_arguments.append(new)
-                    calls.append(_copy(self.graph, node, new_arguments))
-                    calls[-1].meta["val"] = fake.fresh(node.meta.get("val"), storages)
-        layers += stretch.layers[BEFORE:]
-        self._number_regions(stretch)
-
-    def _number_regions(self, stretch: Stretch) -> None:
-        """Checkpointed regions have numbers that grow: those of copies follow their layer's, others come after them."""
-        first, second = (stretch.layers[i] for i in (BEFORE - 1, BEFORE))
-        regions = [(partitioner.region(a), partitioner.region(b)) for a, b in zip(first, second)]
-        steps = {b - a for a, b in regions if a is not None and b is not None}
-        if not steps:
-            return
-        if len(steps) > 1:
-            raise LayersDiffer("layers have different numbers of checkpointed regions")
-        step = steps.pop()
-        layers = self.layers[stretch]
-        for i, calls in enumerate(layers[BEFORE : BEFORE + self.more], 1):
-            for node in calls:
-                partitioner.move_region(node, i * step)
-        node = layers[BEFORE + self.more][0]
-        while node.op != "root":
-            partitioner.move_region(node, self.more * step)
-            node = node.next
-
-    def rewire(self) -> None:
-        """What the layers that were there read now that there are more; views of it lie in its memory."""
-        before = {n: (n.meta.get("val"), repeats.arguments(n)) for s in self.stretches for n in s.place}
-        for stretch in self.stretches:
-            for layer, calls in enumerate(self.layers[stretch]):
-                if calls[0] not in stretch.place:
-                    continue
-                for (k, j), origin in self.sources[stretch].items():
-                    arguments = repeats.arguments(calls[k])
-                    new = self._read(origin, layer)
-                    if new is not None and new is not arguments[j]:
-                        arguments[j] = new
-                        calls[k].args, calls[k].kwargs = _with_arguments(calls[k], arguments)
-        added = {n for s in self.stretches for calls in self.layers[s] for n in calls if n not in s.place}
-        for node in self.graph.nodes:
-            if node.op == "call_function" and node not in added:
-                storages: dict[int, Any] = {}
-                now = repeats.arguments(node)
-                for old, new in zip(before.get(node, ((), now))[1], now):
-                    was, value = before.get(old, (old.meta.get("val"),))[0], new.meta.get("val")
-                    if was is not value:
-                        fake.match_storages(was, value, storages)
-                node.meta["val"] = fake.moved(node.meta.get("val"), storages)
-
-    def add_gradients(self) -> None:
-        """The gradients of all inputs, in their order."""
-        if not self.gradients:
-            return
-        output = self.graph.output_node()
-        results = list(output.args[0])
-        split = len(results) - self.gradients
-        gradients: dict[int, Any] = dict(zip(self.short.kept, results[split:]))
-        rows: dict[Any, list[int]] = {}
-        for p, (_, name) in sorted(self.short.own.items(), key=lambda own: own[1][0]):
-            rows.setdefault(name, []).append(p)
-        for name, positions in rows.items():
-            origin = source([gradients[p] for p in positions if p in gradients], self._member)
-            for layer, p in enumerate(positions):
-                new = self._read(origin, layer)
-                if new is None and origin.row is not None and p not in gradients:
-                    raise LayersDiffer(f"not every layer has a gradient of {name}")
-                gradients[p] = gradients.get(p) if new is None else new
-        output.args = (type(output.args[0])([*results[:split], *(gradients[p] for p in range(self.short.inputs))]),)
-        if "desc" in output.meta:
-            output.meta["desc"] = self._descriptions(output.meta["desc"], split)
-
-    def _descriptions(self, old: Any, split: int) -> list[Any]:
-        leaves = pytree.tree_leaves(old, is_leaf=lambda x: x is None)
-        return [*leaves[:split], *(aot_inputs.renumber(leaves[split + i], p) for p, i in enumerate(self.like))]
+    Returns:
+        Which of its inputs that backward lacks, and all that is saved.
+    """
+    output = whole.graph.output_node()
+    results = list(output.args[0])
+    before, saved = results[: whole.outside], results[whole.outside :]
+    if any(partitioner.is_unchecked(n) for n in saved):
+        raise LayersDiffer("what is saved is kept without autograd's check of versions")
+    members = [whole.member(n) for n in saved]
+    first = _saved_rows(members)
+    kept, nodes, own = [], [], dict[int, tuple[int, Any]]()
+    for i, number, node in _lengthened(whole, saved, members, first):
+        if (member := members[i]) is not None and member[0] in first:
+            own[len(nodes)] = number - first[member[0]], member[0]
+        if node is saved[i]:
+            kept.append(len(nodes))
+        nodes.append((i, node))
+    tangents = range(len(nodes), len(nodes) + inputs - len(saved))
+    output.args = (type(output.args[0])([*before, *(n for _, n in nodes)]),)
+    if "desc" in output.meta:
+        old = pytree.tree_leaves(output.meta["desc"], is_leaf=lambda x: x is None)
+        new = (aot_inputs.renumber(old[len(before) + i], k) for k, (i, _) in enumerate(nodes))
+        output.meta["desc"] = [*old[: len(before)], *new]
+    return Shortened(whole.more, (*kept, *tangents), len(nodes) + len(tangents), own), [n for _, n in nodes]
 
 
-def _are_equal(nodes: Sequence[fx.Node]) -> bool:
-    """Whether all are constants of the graph with the same elements, of which tracing makes one for each use."""
-    if any(n.op != "get_attr" for n in nodes):
-        return False
-    values = [getattr(n.graph.owning_module, str(n.target)) for n in nodes]
-    return all(isinstance(v, torch.Tensor) and v.numel() == 1 for v in values) and len({v.item() for v in values}) == 1
+def _saved_rows(members: Sequence[Member | None]) -> dict[Any, int]:
+    """Of each row whose members are saved in all layers between the outer ones, the first layer that is.
+
+    Raises:
+        LayersDiffer: of the two in the middle one is, and the other is not.
+    """
+    rows: dict[Any, list[int]] = {}
+    for member in members:
+        if member is not None:
+            rows.setdefault(member[0], []).append(member[1])
+    for row, numbers in rows.items():
+        if (BEFORE - 1 in numbers) != (BEFORE in numbers) or len(set(numbers)) < len(numbers):
+            raise LayersDiffer(f"{row} is saved in layers {numbers} of those traced")
+    return {row: min(numbers) for row, numbers in rows.items() if BEFORE in numbers}
 
 
-def _copy(graph: fx.Graph, node: fx.Node, arguments: Sequence[fx.Node]) -> fx.Node:
-    new = graph.create_node(node.op, node.target, *_with_arguments(node, arguments), node.name)
-    new.meta = dict(node.meta)
-    return new
+def _lengthened(
+    whole: Unrolled, saved: Sequence[fx.Node], members: Sequence[Member | None], rows: dict[Any, int]
+) -> Iterator[tuple[int, int, fx.Node]]:
+    """Of all that the whole forward saves, in order: what it is like, the layer, and the value."""
+    copied = [i for i, m in enumerate(members) if m is not None and m[0] in rows and m[1] == BEFORE - 1]
+    last = {members[i][0][0]: i for i in copied}  # inputs are saved before what calls make
+    for i, (node, member) in enumerate(zip(saved, members)):
+        yield i, 0 if member is None else whole.whole(member[1]), node
+        if i in last.values():
+            for layer in range(BEFORE, BEFORE + whole.more):
+                for k in copied:
+                    if last[members[k][0][0]] == i:
+                        copy = whole.node(members[k][0], layer)
+                        if copy is None:
+                            raise LayersDiffer(f"{saved[k].name} is saved, which not every layer has")
+                        yield k, layer, copy
 
 
-def _with_arguments(node: fx.Node, arguments: Sequence[fx.Node]) -> tuple[Any, Any]:
-    """What a call has for args and kwargs, with other nodes in the order of :func:`repeats.arguments`."""
-    following = iter(arguments)
-    return fx.map_arg((node.args, node.kwargs), lambda _: next(following))
+def _add_gradients(back: Unrolled, short: Shortened) -> None:
+    """The gradients of all inputs, in their order.
+
+    Args:
+        back: a backward that has its copies, and returns the gradients of the inputs that were kept.
+        short: of the forward.
+    """
+    output = back.graph.output_node()
+    gradients: dict[int, Any] = dict(zip(short.kept, output.args[0], strict=True))
+    rows: dict[Any, list[int]] = {}
+    for p, (_, name) in sorted(short.own.items(), key=lambda own: own[1][0]):
+        rows.setdefault(name, []).append(p)
+    template: dict[int, int] = {}
+    for name, positions in rows.items():
+        kept = [p for p in positions if p in gradients]
+        origin = source([gradients[p] for p in kept], back.member)
+        for layer, p in enumerate(positions):
+            new = back.read(origin, layer)
+            if new is None and origin.row is not None and p not in gradients:
+                raise LayersDiffer(f"not every layer has a gradient of {name}")
+            template[p] = p if p in gradients else kept[BEFORE - 1]
+            gradients[p] = gradients.get(p) if new is None else new
+    if "desc" in output.meta:
+        old = pytree.tree_leaves(output.meta["desc"], is_leaf=lambda x: x is None)
+        of = dict(zip(short.kept, old))
+        output.meta["desc"] = [aot_inputs.renumber(of[template.get(p, p)], p) for p in range(short.inputs)]
+    output.args = (type(output.args[0])(gradients[p] for p in range(short.inputs)),)
