@@ -3,7 +3,7 @@
     Dynamo graph -> capture -> captured passes -> AOTAutograd -> joint passes -> cut -> partitioned passes -> lowering
     -> codegen
 
-Of layers that are alike four go this way up to codegen (:mod:`mindspeed_fx.partition.shorten`). With codegen "inductor"
+Of layers that are alike five go this way up to codegen (:mod:`mindspeed_fx.partition.shorten`). With codegen "inductor"
 the steps sit in Inductor's hooks (one composite object per hook, known to its caches by :func:`identity`); with "eager"
 the same steps run around AOTAutograd alone.
 """

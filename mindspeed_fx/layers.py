@@ -16,7 +16,7 @@ def leave_out(compilation: Any, gm: fx.GraphModule, inputs: Sequence[Any]) -> tu
     """Leave layers that are like others out of a copy of Dynamo's graph, in place.
 
     Returns:
-        The inputs that it then has, and what puts the layers back before the graph is cut; ``inputs`` and None where
+        The inputs that it then has, and what puts the layers back once a side is finished; ``inputs`` and None where
         each layer may matter for itself.
     """
     effective = compilation.record.effective
@@ -40,6 +40,7 @@ def why_each(compilation: Any) -> str:
         "what is captured, and each pass, is recorded": c.readable is not None or recorder.is_modelling(),
         "passes are checked": c.options.check != "off",
         "under a memory budget each layer is decided for itself": c.options.memory_budget is not None,
+        'option "recompute" names single layers': _names_layers(c.options.recompute),
         "floating-point operations are counted": c.options.count_flops,
         "gradients are averaged, or weights updated, gathered or freed, one by one": bool(
             c.averaged or c.steps or c.gathers or c.freed.identity or c.late or c.takes_turns
@@ -47,3 +48,8 @@ def why_each(compilation: Any) -> str:
         f'pass "{share}" is off': all(p.name != share for p in c.pipeline.passes),
     }
     return next((why for why, holds in for_itself.items() if holds), "")
+
+
+def _names_layers(recompute: Any) -> bool:
+    """Whether option "recompute" says something else of one layer than of another: "block:N", or globs."""
+    return recompute is not None and not (isinstance(recompute, str) and ":" not in recompute)

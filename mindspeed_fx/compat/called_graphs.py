@@ -40,6 +40,24 @@ def allow_calls_that_wait() -> None:
         Subgraph.get_name = lambda self: self.name
 
 
+@functools.cache
+def keep_equal_values() -> None:
+    """Inductor (2.13 and 2.14) asks behind its passes whether a called graph still returns what it did, and takes one
+    and the same fake value for another: every call, and what reads it, was evaluated again, twice for each graph.
+    """
+    from torch._inductor import fx_utils
+
+    compare = getattr(fx_utils, "_is_fake_tensor_same", None)
+    if compare is None:
+        return
+
+    @functools.wraps(compare)
+    def is_same(new: Any, old: Any, *args: Any, **kwargs: Any) -> bool:
+        return new is old or compare(new, old, *args, **kwargs)
+
+    fx_utils._is_fake_tensor_same = is_same
+
+
 def call_subgraph(
     graph: fx.Graph, body: fx.Node, inputs: Sequence[fx.Node], results: Sequence[fx.Node]
 ) -> list[fx.Node]:

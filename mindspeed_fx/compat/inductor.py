@@ -115,13 +115,15 @@ def compile_with_inductor(
     inductor_patterns.read_every_keyword()
     called_graphs.keep_inputs()
     called_graphs.allow_calls_that_wait()
+    called_graphs.keep_equal_values()
     inductor_scheduler.keep_writes_before_reads()
     inductor_scheduler.keep_targets_of_writes()
 
     @functools.wraps(compile_fx_inner)
     def lower(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         on_host = all(x.device.type == "cpu" for x in example_inputs if isinstance(x, torch.Tensor))
-        with kernel_library.named_in_code() if on_host else contextlib.nullcontext():
+        named = kernel_library.named_in_code() if on_host else contextlib.nullcontext()
+        with named, structured_trace.without_unread_details():
             return compile_fx_inner(graph, example_inputs, **kwargs)
 
     @functools.wraps(compile_fx_inner)

@@ -32,7 +32,10 @@ def compiled_once(gm: fx.GraphModule, inputs: Sequence[Any], shared: bool = True
         yield
         return
     shown = [f"{x.dtype} {tuple(x.shape)} {x.stride()} {x.device}" if torch.is_tensor(x) else str(x) for x in inputs]
-    text = "\n".join([gm.print_readable(print_output=False, include_device=True), *shown])
+    calls = [
+        f"{n.op} {n.target} {n.args} {n.kwargs}" for m in gm.modules() if hasattr(m, "graph") for n in m.graph.nodes
+    ]
+    text = "\n".join([*calls, *shown])
     folder = os.path.join(cache_directory(), "mindspeed_fx-once")
     os.makedirs(folder, exist_ok=True)
     lock: Any = FileLock(os.path.join(folder, f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.lock"), timeout=WAIT)

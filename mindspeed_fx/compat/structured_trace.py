@@ -46,3 +46,20 @@ def without_unread_graphs() -> Iterator[None]:
             if hasattr(graph_compile, name):
                 stack.enter_context(mock.patch.object(graph_compile, name, lambda *_, result=result: result))
         yield
+
+
+@contextlib.contextmanager
+def without_unread_details() -> Iterator[None]:
+    """Meanwhile Inductor writes a graph as a script, and says what its cache's key is made of, where a log or a trace
+    takes it: of 80 layers that are calls of one graph, that is a tenth of what it does for each of them.
+    """
+    import torch._dynamo.config
+    import torch._dynamo.repro.after_aot as after_aot
+    from torch._inductor import codecache
+
+    is_read = structured_tracing() or codecache.log.isEnabledFor(logging.DEBUG) or torch._dynamo.config.repro_after
+    with contextlib.ExitStack() as stack:
+        if not is_read:
+            stack.enter_context(mock.patch.object(codecache.FxGraphCachePickler, "debug_lines", lambda *_: []))
+            stack.enter_context(mock.patch.object(after_aot, "save_graph_repro", lambda *_, **__: None))
+        yield

@@ -1,7 +1,7 @@
 """Dynamo's graph of a model of many layers that are alike -> the graph of one with :data:`KEPT` of them, to be unrolled
 (:mod:`mindspeed_fx.partition.unroll`) when the calls of a layer are what is compiled.
 
-Capture, fusion and differentiation then take the time of four layers. That all middle layers end as the same calls is
+All that comes before code is made then takes the time of five layers. That all middle layers end as the same calls is
 not assumed: unrolling looks at the two in the middle, and where it finds a difference, or a reader of one layer alone,
 the whole graph is compiled as it is.
 """
@@ -21,7 +21,7 @@ from mindspeed_fx.partition import repeats
 from mindspeed_fx.partition.stretch import LayersDiffer, Source, Stretch, source, stretches
 
 KEPT = 5
-"""Layers: two before and three behind those that are left out; the last one differs from the others in many a backward."""
+"""Layers: two before and three behind those that are left out, of which the last differs in many a backward."""
 BEFORE = KEPT // 2
 LEAST_LEFT_OUT = 2
 """Layers: leaving out fewer saves less than looking for them costs."""

@@ -1,4 +1,4 @@
-"""Graphs of a model of four layers -> those of the whole model: the second half of
+"""Graphs of a model of five layers -> those of the whole model: the second half of
 :mod:`mindspeed_fx.partition.shorten`.
 
 A graph gets copies of the second layer of each stretch of layers behind it: an inference graph, or a forward and then
