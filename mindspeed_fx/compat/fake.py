@@ -230,7 +230,8 @@ def past_modes() -> Any:
 
 def match_storages(old: Any, new: Any, storages: dict[int, Any]) -> None:
     """Note that what lies in the memory of ``old`` lies in that of ``new`` for a copy of a call."""
-    for a, b in zip(pytree.tree_leaves(old), pytree.tree_leaves(new)):
+    one = [(old, new)] if isinstance(old, torch.Tensor) else zip(pytree.tree_leaves(old), pytree.tree_leaves(new))
+    for a, b in one:
         if _lies_in_memory(a):
             storages.setdefault(storage_of(a), b.untyped_storage())
 
@@ -241,6 +242,8 @@ def fresh(value: Any, storages: dict[int, Any]) -> Any:
     """
     if _lies_in_memory(value):  # the usual case, without the walk
         return _fresh(value, storages)
+    if type(value) in (tuple, list):
+        return type(value)(fresh(x, storages) for x in value)
     return pytree.tree_map_only(_lies_in_memory, lambda x: _fresh(x, storages), value)
 
 

@@ -217,15 +217,18 @@ class Unrolled:
                     if new is not None and new is not arguments[j]:
                         arguments[j] = new
                         calls[k].args, calls[k].kwargs = _with_arguments(calls[k], arguments)
+        stale = {n for n, was in self.was.items() if n.meta.get("val") is not was}
         for node in self.graph.nodes:
-            if node.op == "call_function":
+            if node.op == "call_function" and (node in before or not stale.isdisjoint(node.all_input_nodes)):
                 storages: dict[int, Any] = {}
                 now = repeats.arguments(node)
                 for old, new in zip(before.get(node, now), now):
-                    value = new.meta.get("val")
-                    if (was := self.was.get(old, value)) is not value:
-                        fake.match_storages(was, value, storages)
-                node.meta["val"] = fake.moved(node.meta.get("val"), storages)
+                    if (was := self.was.get(old)) is not new.meta.get("val"):
+                        fake.match_storages(was, new.meta.get("val"), storages)
+                value = fake.moved(node.meta.get("val"), storages)
+                if value is not node.meta.get("val"):
+                    node.meta["val"] = value
+                    stale.add(node)
 
 
 def _is_of_layers(stretch: Stretch, number: dict[fx.Node, int]) -> bool:

@@ -32,3 +32,29 @@ def test_a_called_graph_leaves_its_inputs_as_they_are(each):
     (expected,) = torch.autograd.grad(loss(x, weight, layer), weight)
     (got,) = torch.autograd.grad(torch.compile(loss, backend="mindspeed")(x, weight, each), weight)
     torch.testing.assert_close(got, expected)
+
+
+def test_calls_of_a_graph_that_passes_leave_alone_are_not_evaluated_again(monkeypatch):
+    from torch._inductor import fx_utils
+
+    if not hasattr(fx_utils, "_is_fake_tensor_same"):
+        pytest.skip("this torch asks nothing of called graphs")
+    updated = []
+    update = fx_utils.FakeTensorUpdater.incremental_update
+
+    def count(self):
+        updated.append((len(self.gm.graph.nodes), update(self)))
+        return updated[-1][1]
+
+    monkeypatch.setattr(fx_utils.FakeTensorUpdater, "incremental_update", count)
+    torch._dynamo.reset()
+    x = torch.randn(8, 8)
+    options = {"inductor": {"fx_graph_cache": False}}
+    torch.compile(lambda x: stack(x), backend="mindspeed", options=options)(x)
+    assert updated and not any(nodes for _, nodes in updated)
+
+
+def stack(x):
+    for _ in range(6):
+        x = layer(x, x.cos()) @ x
+    return x

@@ -1,9 +1,12 @@
-"""AOTAutograd's graphs are written as text where a log takes them, and not for nobody."""
+"""Graphs are written as text where a log takes them, and not for nobody."""
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
+from torch._inductor import codecache
 
 
 @pytest.mark.parametrize("is_read", [False, True])
@@ -21,3 +24,17 @@ def test_graphs_are_written_for_a_log_alone(is_read, monkeypatch):
     finally:
         torch._logging.set_logs()
     assert bool(written) is is_read and torch.equal(x.grad, torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_keys_of_the_cache_are_explained_for_a_log_alone(is_read, monkeypatch):
+    explained = []
+    whole = codecache.FxGraphCachePickler.debug_lines
+    monkeypatch.setattr(
+        codecache.FxGraphCachePickler, "debug_lines", lambda self, x: explained.append(1) or whole(self, x)
+    )
+    monkeypatch.setattr(codecache.log, "level", logging.DEBUG if is_read else logging.WARNING)
+    codecache.log.manager._clear_cache()
+    torch._dynamo.reset()
+    y = torch.compile(lambda x: x.sin() + is_read, backend="mindspeed")(torch.zeros(3))  # each has a key of its own
+    assert bool(explained) is is_read and torch.equal(y, torch.full((3,), float(is_read)))
