@@ -62,14 +62,14 @@ def unroll_both(
     _refuse()
     with fake.past_modes():
         whole = Unrolled(forward.graph, short, results)
-        seeds, again = _seeds(forward), _seeds(backward)
+        seeds, again = {place: n for n, place in _seeds(forward)}, _seeds(backward)
         drawn = {place: whole.own[n] for place, n in seeds.items() if n in whole.own}
         _add(whole, "primals")
         missing, saved = _add_saved(whole, len(backward.graph.find_nodes(op="placeholder")))
         back = Unrolled(backward.graph, missing, outside=0, drawn=drawn)
         _add(back, "saved", saved)
         copies = [(n, whole.seeds[row][i]) for row, members in back.seeds.items() for i, n in members.items()]
-        for node, seed in [*copies, *((n, seeds[place]) for place, n in again.items())]:
+        for node, seed in [*copies, *((n, seeds[place]) for n, place in again)]:
             inductor.take_seed(node, inductor.place_of_seed(seed))
         _add_gradients(back, short)
     _finish(forward)
@@ -77,9 +77,12 @@ def unroll_both(
     return _give_inputs(whole, inputs)
 
 
-def _seeds(gm: fx.GraphModule) -> dict[int | None, fx.Node]:
-    """Of each place in a row of seeds what takes it."""
-    return {place: n for n in gm.graph.nodes if (place := inductor.place_of_seed(n)) is not None}
+def _seeds(gm: fx.GraphModule) -> list[tuple[fx.Node, int]]:
+    """What takes a seed from the row of them, with its place there."""
+    found = [(n, place) for n in gm.graph.nodes if (place := inductor.place_of_seed(n)) is not None]
+    if len({n.args[0] for n, _ in found}) > 1:
+        raise LayersDiffer("there is a row of seeds for each of several devices")
+    return found
 
 
 def _refuse() -> None:

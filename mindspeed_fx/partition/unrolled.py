@@ -28,7 +28,7 @@ class Unrolled:
         drawn: of a graph that gets its row of seeds from outside, of each seed's place in that row which seed it is.
     """
 
-    def __init__(self, graph: fx.Graph, short: Shortened, outside: int, drawn: dict[int | None, Member] | None = None):
+    def __init__(self, graph: fx.Graph, short: Shortened, outside: int, drawn: dict[int, Member] | None = None):
         self.graph, self.short, self.more, self.outside = graph, short, short.left_out, outside
         placeholders = graph.find_nodes(op="placeholder")
         if len(placeholders) != len(short.kept):
