@@ -63,10 +63,10 @@ def unroll_both(
     with fake.past_modes():
         whole = Unrolled(forward.graph, short, results)
         seeds, again = {place: n for n, place in _seeds(forward)}, _seeds(backward)
-        drawn = {place: whole.own[n] for place, n in seeds.items() if n in whole.own}
+        by_place = {place: whole.own[n] for place, n in seeds.items() if n in whole.own}
         _add(whole, "primals")
         missing, saved = _add_saved(whole, len(backward.graph.find_nodes(op="placeholder")))
-        back = Unrolled(backward.graph, missing, outside=0, drawn=drawn)
+        back = Unrolled(backward.graph, missing, outside=0, by_place=by_place)
         _add(back, "saved", saved)
         copies = [(n, whole.seeds[row][i]) for row, members in back.seeds.items() for i, n in members.items()]
         for node, seed in [*copies, *((n, seeds[place]) for n, place in again)]:
@@ -79,10 +79,10 @@ def unroll_both(
 
 def _seeds(gm: fx.GraphModule) -> list[tuple[fx.Node, int]]:
     """What takes a seed from the row of them, with its place there."""
-    found = [(n, place) for n in gm.graph.nodes if (place := inductor.place_of_seed(n)) is not None]
-    if len({n.args[0] for n, _ in found}) > 1:
+    readers = [(n, place) for n in gm.graph.nodes if (place := inductor.place_of_seed(n)) is not None]
+    if len({n.args[0] for n, _ in readers}) > 1:
         raise LayersDiffer("there is a row of seeds for each of several devices")
-    return found
+    return readers
 
 
 def _refuse() -> None:

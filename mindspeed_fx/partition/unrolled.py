@@ -25,10 +25,10 @@ class Unrolled:
         graph: nodes have ``meta["val"]``; every placeholder is an input that ``short`` knows.
         short: what it lacks.
         outside: how many of the results are read as they are; those behind are of layers, one by one.
-        drawn: of a graph that gets its row of seeds from outside, of each seed's place in that row which seed it is.
+        by_place: of a graph that gets its row of seeds from outside, of each seed's place in that row which seed it is.
     """
 
-    def __init__(self, graph: fx.Graph, short: Shortened, outside: int, drawn: dict[int, Member] | None = None):
+    def __init__(self, graph: fx.Graph, short: Shortened, outside: int, by_place: dict[int, Member] | None = None):
         self.graph, self.short, self.more, self.outside = graph, short, short.left_out, outside
         placeholders = graph.find_nodes(op="placeholder")
         if len(placeholders) != len(short.kept):
@@ -51,7 +51,7 @@ class Unrolled:
         self.like = [index[p if p in index else self._template(p, kept)] for p in range(short.inputs)]
         """Of each position which input of the short graph is, or stands for, the input there."""
         places = ((n, inductor.place_of_seed(n)) for n in graph.nodes)
-        self.own.update((n, drawn[place]) for n, place in places if drawn and place in drawn)
+        self.own.update((n, by_place[place]) for n, place in places if by_place and place in by_place)
         self.stretches = self._find()
         self.sources = {s: dict(self._sources(i, s)) for i, s in enumerate(self.stretches)}
         self._check_readers()
