@@ -118,8 +118,8 @@ def traced(monkeypatch):
 
 
 def described(gm: fx.GraphModule) -> list:
-    """Every call in order with operator, arguments, layout, and which of its arguments' memory it lies in. What is saved
-    torch may order otherwise: inputs stand as they are read first, and what is returned is sorted."""
+    """Every call in order with operator, arguments, layout, and which of its arguments' memory it lies in. Torch may
+    order what is saved otherwise: inputs stand as they are read first, and what is returned is sorted."""
     number, rows = {}, []
     read = [a for n in gm.graph.nodes for a in n.all_input_nodes if a.op == "placeholder" and n.op != "output"]
     inputs = dict.fromkeys([*read, *gm.graph.find_nodes(op="placeholder")])
