@@ -166,17 +166,23 @@ class Unrolled:
         names = (name for i in itertools.count(len(self.inputs) + 1) if (name := f"{prefix}_{i}") not in taken)
         first = next(iter(self.graph.nodes))
         for p in reversed(range(self.short.inputs)):
+            template = self.inputs.get(p) or self.inputs[self.short.kept[self.like[p]]]
+            source = saved[p] if saved and p < len(saved) else None
+            value, storages = template.meta["val"], dict[int, Any]()
+            # a lowered forward may say of a value another type than the trace that its backward is of
+            if source is not None and source.meta["val"].dtype == value.dtype:
+                fake.match_storages(value, source.meta["val"], storages)
             if p not in self.inputs:
-                template = self.inputs[self.short.kept[self.like[p]]]
                 with self.graph.inserting_before(first):
                     self.inputs[p] = self.graph.placeholder(next(names))
-                value = fake.fresh(template.meta["val"], {}) if saved is None else None
-                self.inputs[p].meta = {**template.meta, "val": value}
-            elif self.inputs[p] is not first:
-                first.prepend(self.inputs[p])
+                self.inputs[p].meta = {**template.meta, "val": fake.fresh(value, storages)}
+            else:
+                if template is not first:
+                    first.prepend(template)
+                template.meta["val"] = fake.moved(value, storages)
             first = self.inputs[p]
-            if saved is not None and p < len(saved):
-                first.meta.update({k: v for k, v in saved[p].meta.items() if k in ("val", "desc")})
+            if source is not None and "desc" in source.meta:
+                first.meta["desc"] = source.meta["desc"]
             elif saved is None and "desc" in first.meta:
                 first.meta["desc"] = aot_inputs.renumber(first.meta["desc"], p)
 

@@ -26,6 +26,7 @@ def test_graphs_are_written_for_a_log_alone(is_read, monkeypatch):
     assert bool(written) is is_read and torch.equal(x.grad, torch.full((3,), 2.0))
 
 
+@pytest.mark.skipif(torch.torch_version.TorchVersion(torch.__version__) < (2, 13), reason="keys are not made here")
 @pytest.mark.parametrize("is_read", [False, True])
 def test_keys_of_the_cache_are_explained_for_a_log_alone(is_read, monkeypatch):
     explained = []
