@@ -167,11 +167,11 @@ class Unrolled:
         first = next(iter(self.graph.nodes))
         for p in reversed(range(self.short.inputs)):
             template = self.inputs.get(p) or self.inputs[self.short.kept[self.like[p]]]
-            source = saved[p] if saved and p < len(saved) else None
-            value, storages = template.meta["val"], dict[int, Any]()
+            returned = saved[p] if saved and p < len(saved) else None
+            value, storages = template.meta.get("val"), dict[int, Any]()
             # a lowered forward may say of a value another type than the trace that its backward is of
-            if source is not None and source.meta["val"].dtype == value.dtype:
-                fake.match_storages(value, source.meta["val"], storages)
+            if returned is not None and _dtype(returned.meta.get("val")) == _dtype(value):
+                fake.match_storages(value, returned.meta.get("val"), storages)
             if p not in self.inputs:
                 with self.graph.inserting_before(first):
                     self.inputs[p] = self.graph.placeholder(next(names))
@@ -181,8 +181,8 @@ class Unrolled:
                     first.prepend(template)
                 template.meta["val"] = fake.moved(value, storages)
             first = self.inputs[p]
-            if source is not None and "desc" in source.meta:
-                first.meta["desc"] = source.meta["desc"]
+            if returned is not None and "desc" in returned.meta:
+                first.meta["desc"] = returned.meta["desc"]
             elif saved is None and "desc" in first.meta:
                 first.meta["desc"] = aot_inputs.renumber(first.meta["desc"], p)
 
@@ -235,6 +235,10 @@ class Unrolled:
                 if value is not node.meta.get("val"):
                     node.meta["val"] = value
                     stale.add(node)
+
+
+def _dtype(value: Any) -> torch.dtype | None:
+    return value.dtype if isinstance(value, torch.Tensor) else None
 
 
 def _is_of_layers(stretch: Stretch, number: dict[fx.Node, int]) -> bool:
