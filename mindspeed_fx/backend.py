@@ -298,12 +298,13 @@ class Compilation:
         return self.pipeline.decide(self.record, graph, nodes)
 
     def after_cut(self, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-        """Copies to host memory and back of what the passes of stage "partition" move there; masks as bytes."""
+        """Copies to host memory and back of what the passes of stage "partition" move there; masks as bytes. Sides that
+        lack layers are finished here, before they get them."""
         if self.options.count_flops:
             self.work["forward"] = work = flop_count.count(forward)
             self.work["backward"] = flop_count.behind(self.work["joint"], work, flop_count.count(backward))
         self.pipeline.after_cut(self.record, forward, backward)
-        if self.shortened is not None:  # then both are finished before they get the layers that they lack
+        if self.shortened is not None:
             self.finish_side(forward, "forward")
             self.finish_side(backward, "backward")
 
@@ -336,7 +337,6 @@ class Compilation:
         with self._timed("passes"):
             self.pipeline.run("lowered", side, gm, self.record, self.readable)
         recorder.finish(self.record)
-        progress.enter(f"{direction} codegen")
 
     def _finished(self, gm: fx.GraphModule, inputs: Sequence[Any], side: str) -> tuple[Sequence[Any], list[int] | None]:
         """Finish a side, and give an inference graph the layers that it lacks; what it is compiled with, and which of
@@ -344,6 +344,7 @@ class Compilation:
         if self.shortened is None or side == "inference":
             with dynamo.alone():  # a backward is compiled when it is first called
                 self.finish_side(gm, side)
+        progress.enter("backward codegen" if side == "backward" else "forward codegen")
         if self.shortened is None or side != "inference":
             return inputs, None
         return unroll(gm, self.shortened, inputs), aot_inputs.static_inputs()

@@ -52,4 +52,4 @@ def why_each(compilation: Any) -> str:
 
 def _names_layers(recompute: Any) -> bool:
     """Whether option "recompute" says something else of one layer than of another: "block:N", or globs."""
-    return recompute is not None and not (isinstance(recompute, str) and ":" not in recompute)
+    return ":" in recompute if isinstance(recompute, str) else recompute is not None

@@ -230,8 +230,7 @@ def past_modes() -> Any:
 
 def match_storages(old: Any, new: Any, storages: dict[int, Any]) -> None:
     """Note that what lies in the memory of ``old`` lies in that of ``new`` for a copy of a call."""
-    one = [(old, new)] if isinstance(old, torch.Tensor) else zip(pytree.tree_leaves(old), pytree.tree_leaves(new))
-    for a, b in one:
+    for a, b in zip(pytree.tree_leaves(old), pytree.tree_leaves(new)):
         if _lies_in_memory(a):
             storages.setdefault(storage_of(a), b.untyped_storage())
 
@@ -242,8 +241,6 @@ def fresh(value: Any, storages: dict[int, Any]) -> Any:
     """
     if _lies_in_memory(value):  # the usual case, without the walk
         return _fresh(value, storages)
-    if type(value) in (tuple, list):
-        return type(value)(fresh(x, storages) for x in value)
     return pytree.tree_map_only(_lies_in_memory, lambda x: _fresh(x, storages), value)
 
 

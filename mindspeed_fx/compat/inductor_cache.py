@@ -32,9 +32,8 @@ def compiled_once(gm: fx.GraphModule, inputs: Sequence[Any], shared: bool = True
         yield
         return
     shown = [f"{x.dtype} {tuple(x.shape)} {x.stride()} {x.device}" if torch.is_tensor(x) else str(x) for x in inputs]
-    calls = [
-        f"{n.op} {n.target} {n.args} {n.kwargs}" for m in gm.modules() if hasattr(m, "graph") for n in m.graph.nodes
-    ]
+    graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
+    calls = [f"{n.op} {n.target} {n.args} {n.kwargs}" for graph in graphs for n in graph.nodes]
     text = "\n".join([*calls, *shown])
     folder = os.path.join(cache_directory(), "mindspeed_fx-once")
     os.makedirs(folder, exist_ok=True)

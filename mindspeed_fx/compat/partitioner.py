@@ -109,9 +109,9 @@ def keep_unchecked(node: fx.Node) -> None:
     node.meta["saved_tensor_with_no_vc_check"] = True
 
 
-def is_unchecked(node: Any) -> bool:
+def is_unchecked(node: fx.Node) -> bool:
     """Whether ``node`` of a forward is saved without that check."""
-    return isinstance(node, fx.Node) and bool(node.meta.get("saved_tensor_with_no_vc_check"))
+    return bool(node.meta.get("saved_tensor_with_no_vc_check"))
 
 
 def knapsack(graph: fx.Graph, info: Any, budget: float, solver: str) -> list[fx.Node]:

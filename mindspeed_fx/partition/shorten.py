@@ -26,7 +26,7 @@ BEFORE = KEPT // 2
 LEAST_LEFT_OUT = 2
 """Layers: leaving out fewer saves less than looking for them costs."""
 LEAST_CALLS = repeats.LEAST_CALLS // 2
-"""Of a layer: of fewer, two or three operators each, unrolling finds no layers."""
+"""Of a layer: of fewer, two or three operators each, no code is shared."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ cannot be said of an argument, or anything else reads a layer between the outer 
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Iterator, Sequence
 
 import torch.fx as fx
@@ -68,8 +69,9 @@ def unroll_both(
         missing, saved = _add_saved(whole, len(backward.graph.find_nodes(op="placeholder")))
         back = Unrolled(backward.graph, missing, outside=0, by_place=by_place)
         _add(back, "saved", saved)
-        copies = [(n, whole.seeds[row][i]) for row, members in back.seeds.items() for i, n in members.items()]
-        for node, seed in [*copies, *((n, seeds[place]) for n, place in again)]:
+        shared = [(n, seeds[place]) for n, place in again if n not in back.own]
+        of_layers = [(n, whole.seeds[row][i]) for row, members in back.seeds.items() for i, n in members.items()]
+        for node, seed in [*shared, *of_layers]:
             inductor.take_seed(node, inductor.place_of_seed(seed))
         _add_gradients(back, short)
     _finish(forward)
@@ -161,18 +163,15 @@ def _lengthened(
     whole: Unrolled, saved: Sequence[fx.Node], members: Sequence[Member | None], rows: dict[Any, int]
 ) -> Iterator[tuple[int, int, fx.Node]]:
     """Of all that the whole forward saves, in order: what it is like, the layer, and the value."""
-    copied = [i for i, m in enumerate(members) if m is not None and m[0] in rows and m[1] == BEFORE - 1]
-    last = {members[i][0][0]: i for i in copied}  # inputs are saved before what calls make
+    copied: dict[Any, list[int]] = {}
+    for i, m in enumerate(members):
+        if m is not None and m[0] in rows and m[1] == BEFORE - 1:
+            copied.setdefault(m[0][0], []).append(i)  # inputs are saved before what calls make
+    behind = {places[-1]: places for places in copied.values()}
     for i, (node, member) in enumerate(zip(saved, members)):
         yield i, 0 if member is None else whole.whole(member[1]), node
-        if i in last.values():
-            for layer in range(BEFORE, BEFORE + whole.more):
-                for k in copied:
-                    if last[members[k][0][0]] == i:
-                        copy = whole.node(members[k][0], layer)
-                        if copy is None:
-                            raise LayersDiffer(f"{saved[k].name} is saved, which not every layer has")
-                        yield k, layer, copy
+        for layer, k in itertools.product(range(BEFORE, BEFORE + whole.more), behind.get(i, ())):
+            yield k, layer, whole.node(members[k][0], layer)
 
 
 def _add_gradients(back: Unrolled, short: Shortened) -> None:

@@ -105,7 +105,7 @@ def traced(monkeypatch):
 
     def finish(self, gm, inputs, side):
         result = finished(self, gm, inputs, side)
-        graphs.append(described(gm))
+        graphs.append(described(gm, side))
         return result
 
     def remember(*args):
@@ -117,21 +117,22 @@ def traced(monkeypatch):
     return graphs, records
 
 
-def described(gm: fx.GraphModule) -> list:
-    """Every call in order with operator, arguments, layout, and which of its arguments' memory it lies in. Torch may
-    order what is saved otherwise: inputs stand as they are read first, and what is returned is sorted."""
+def described(gm: fx.GraphModule, side: str) -> list:
+    """Every call in order with operator, arguments, layout, which of its arguments' memory it lies in, and what torch
+    says of it. Torch may order what is saved otherwise: a forward's results are sorted, and inputs stand as they are
+    read first."""
     number, rows = {}, []
     read = [a for n in gm.graph.nodes for a in n.all_input_nodes if a.op == "placeholder" and n.op != "output"]
     inputs = dict.fromkeys([*read, *gm.graph.find_nodes(op="placeholder")])
     for n in [*inputs, *(n for n in gm.graph.nodes if n.op != "placeholder")]:
         number[n] = len(number)
         arguments = str(fx.map_arg((n.args, n.kwargs), lambda a: f"%{number[a]}"))
-        if n.op == "output":
+        if n.op == "output" and side == "forward":
             arguments = str(sorted(re.findall("%[0-9]+|None", arguments)))
         layouts = [(t.shape, t.stride(), t.storage_offset(), t.dtype) for t in tensors(n)]
         lies_in = [sorted(number[a] for a in n.all_input_nodes if memory(t) & memory(*tensors(a))) for t in tensors(n)]
         target = n.target if n.op == "call_function" else n.op
-        rows.append((str(target), arguments, layouts, lies_in))
+        rows.append((str(target), arguments, layouts, lies_in, str(n.meta.get("desc"))))
     return rows
 
 
