@@ -1,7 +1,6 @@
 // bfloat16 and float16, which are stored as 16 bits and computed with in float32. float16's instructions (F16C) are on
 // every processor with AVX2.
 
-#include <immintrin.h>
 #include <type_traits>
 #include <vector>
 
@@ -83,19 +82,27 @@ std::pair<const float*, int64_t> as_float(const E* from, int64_t ld, int64_t row
   return {copy, cols};
 }
 
+// Calls f with two sizes of at most SQUARE, as constants where both are: loops over them are then a few vectors.
+template <class F>
+void with_sizes(int64_t rows, int64_t cols, F f) {
+  constexpr std::integral_constant<int64_t, SQUARE> whole;
+  rows == SQUARE && cols == SQUARE ? f(whole, whole) : f(rows, cols);
+}
+
 // to [cols, rows] = from [rows, cols] * factor, of any two types
 template <class E, class G>
 void transpose(const E* from, int64_t ld, int64_t rows, int64_t cols, G* to, int64_t ld_to, float factor = 1.0f) {
-  constexpr int64_t S = 16;  // a square of which both sides fill whole vectors
-  float square[S][S], turned[S][S];
-  for (int64_t r = 0; r < rows; r += S)
-    for (int64_t c = 0; c < cols; c += S) {
-      const int64_t height = std::min(S, rows - r), width = std::min(S, cols - c);
-      for (int64_t y = 0; y < height; ++y) widen(from + (r + y) * ld + c, width, square[y]);
-      for (int64_t x = 0; x < S; ++x)
-        for (int64_t y = 0; y < S; ++y) turned[x][y] = square[y][x] * factor;
-      for (int64_t x = 0; x < width; ++x) narrow(turned[x], height, to + (c + x) * ld_to + r);
-    }
+  float square[SQUARE][SQUARE], turned[SQUARE][SQUARE];
+  for (int64_t r = 0; r < rows; r += SQUARE)
+    for (int64_t c = 0; c < cols; c += SQUARE)
+      with_sizes(std::min(SQUARE, rows - r), std::min(SQUARE, cols - c), [&](auto height, auto width) {
+        for (int64_t y = 0; y < height; ++y) widen(from + (r + y) * ld + c, width, square[y]);
+        turn(square, sizeof(square[0]), turned, sizeof(turned[0]));
+        for (int64_t x = 0; x < width; ++x) {
+          for (int64_t y = 0; y < height; ++y) turned[x][y] *= factor;
+          narrow(turned[x], height, to + (c + x) * ld_to + r);
+        }
+      });
 }
 
 // Tiles of bfloat16, multiplied by the processor's instruction for pairs of them. The second operand has two rows side by
@@ -117,44 +124,55 @@ void narrow_rows(const BFloat16* from, int64_t ld, int64_t rows, int64_t cols, B
   for (int64_t r = 0; r < rows; ++r) std::copy_n(from + r * ld, cols, to + r * ld_to);
 }
 
+typedef uint32_t Pair __attribute__((may_alias));  // two of bfloat16
+
+// pairs [cols] = of two rows
+void pair(const BFloat16* first, const BFloat16* second, int64_t cols, Pair* pairs) {
+  for (int64_t c = 0; c < cols; ++c) pairs[c] = first[c].bits | static_cast<uint32_t>(second[c].bits) << 16;
+}
+
+void pair(const float* first, const float* second, int64_t cols, Pair* pairs) {
+  int64_t c = 0;
+#ifdef __AVX512BF16__  // rounds to zero what is subnormal, as products of pairs take it
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  for (; c + 16 <= cols; c += 16) {
+    const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(second + c), _mm512_loadu_ps(first + c));
+    _mm512_storeu_si512(pairs + c, _mm512_permutexvar_epi16(order, reinterpret_cast<__m512i>(both)));
+  }
+#endif
+  BFloat16 copy[2][SQUARE];
+  for (; c < cols; c += SQUARE) {
+    const int64_t width = std::min(SQUARE, cols - c);
+    narrow(first + c, width, copy[0]);
+    narrow(second + c, width, copy[1]);
+    pair(copy[0], copy[1], width, pairs + c);
+  }
+}
+
 // to [rows / 2, cols] of pairs = from [rows, cols]
 template <class E>
 void pair_rows(const E* from, int64_t ld, int64_t rows, int64_t cols, BFloat16* to, int64_t ld_to) {
-  const std::vector<BFloat16> zeros(rows % 2 ? cols : 0);
-  BFloat16 copy[2][COLUMNS];
-  for (int64_t r = 0; r < rows; r += 2) {
-    const BFloat16* first = as_bfloat16(from + r * ld, cols, copy[0]);
-    const BFloat16* second = r + 1 < rows ? as_bfloat16(from + (r + 1) * ld, cols, copy[1]) : zeros.data();
-    BFloat16* pairs = to + r * ld_to;
-    for (int64_t c = 0; c < cols; ++c) {
-      pairs[2 * c] = first[c];
-      pairs[2 * c + 1] = second[c];
-    }
-  }
+  const std::vector<E> zeros(rows % 2 ? cols : 0);
+  for (int64_t r = 0; r < rows; r += 2) pair(from + r * ld, r + 1 < rows ? from + (r + 1) * ld : zeros.data(), cols, reinterpret_cast<Pair*>(to + r * ld_to));
 }
 
 // to [cols / 2, rows] of pairs = from [rows, cols]: what is side by side stays so.
 template <class E>
 void pair_columns(const E* from, int64_t ld, int64_t rows, int64_t cols, BFloat16* to, int64_t ld_to) {
-  constexpr int64_t S = 16;
-  uint32_t square[S][S];
-  for (int64_t r = 0; r < rows; r += S)
-    for (int64_t c = 0; c < cols; c += 2 * S) {
-      const int64_t height = std::min(S, rows - r), width = std::min(2 * S, cols - c), pairs = parts(width, 2);
-      BFloat16 copy[2 * S];
-      for (int64_t y = 0; y < height; ++y) {
-        if (width % 2) square[y][pairs - 1] = 0;
-        std::memcpy(square[y], as_bfloat16(from + (r + y) * ld + c, width, copy), width * sizeof(BFloat16));
-      }
-      if (height == S && pairs == S) {
-        uint32_t turned[S][S];
-        for (int64_t y = 0; y < S; ++y)
-          for (int64_t x = 0; x < S; ++x) turned[x][y] = square[y][x];
-        for (int64_t x = 0; x < S; ++x) std::memcpy(to + (c / 2 + x) * 2 * ld_to + 2 * r, turned[x], sizeof(turned[x]));
-      } else {
-        for (int64_t x = 0; x < pairs; ++x)
-          for (int64_t y = 0; y < height; ++y) std::memcpy(to + (c / 2 + x) * 2 * ld_to + 2 * (r + y), &square[y][x], sizeof(uint32_t));
-      }
+  uint32_t square[SQUARE][SQUARE], turned[SQUARE][SQUARE];
+  for (int64_t r = 0; r < rows; r += SQUARE)
+    for (int64_t c = 0; c < cols; c += 2 * SQUARE) {
+      const int64_t left = std::min(2 * SQUARE, cols - c);
+      with_sizes(std::min(SQUARE, rows - r), parts(left, 2), [&](auto height, auto pairs) {
+        const int64_t width = left % 2 ? left : 2 * pairs;
+        BFloat16 copy[2 * SQUARE];
+        for (int64_t y = 0; y < height; ++y) {
+          if (width % 2) square[y][pairs - 1] = 0;
+          std::memcpy(square[y], as_bfloat16(from + (r + y) * ld + c, width, copy), width * sizeof(BFloat16));
+        }
+        turn(square, sizeof(square[0]), turned, sizeof(turned[0]));
+        for (int64_t x = 0; x < pairs; ++x) std::memcpy(to + (c / 2 + x) * 2 * ld_to + 2 * r, turned[x], height * sizeof(uint32_t));
+      });
     }
 }
 
