@@ -10,8 +10,9 @@ from torch.utils import _pytree as pytree
 
 from mindspeed_fx.capture.normalize import normalize
 from mindspeed_fx.capture.trace import CaptureError, trace
-from mindspeed_fx.capture.transforms import isolate, keeps_writes, writes
+from mindspeed_fx.capture.transforms import isolate, keeps_writes
 from mindspeed_fx.compat import fake, fx_graph, tracing
+from mindspeed_fx.graph.writes import written_by
 
 __all__ = ["CaptureError", "capture", "explain_unread", "isolate", "keeps_writes"]
 
@@ -52,7 +53,7 @@ def _explain_data(gm: fx.GraphModule) -> str | None:
             return f"the graph assigns to .data of a tensor ({node.args[0]}), and is not captured"
         if tracing.is_data(node.target):
             data |= _memory(node)
-        elif data and writes(node) and data & _memory(node.args[:1], node.kwargs.get("out")):
+        elif data and data & _memory(*written_by(node)):
             return f"the graph writes a tensor through .data ({node.name}), and is not captured"
     return None
 

@@ -22,7 +22,8 @@ import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 from mindspeed_fx.compat import autocast, fake, fx_graph, higher_order, tracing, whole_calls
-from mindspeed_fx.graph.annotate import WHOLE_CALL, _is_transform, written_nodes
+from mindspeed_fx.graph.annotate import WHOLE_CALL, _is_transform
+from mindspeed_fx.graph.writes import written_by
 
 NAME = "transform_"
 
@@ -101,22 +102,11 @@ def _stays(region: list[fx.Node]) -> str | None:
     for n in region:
         if n.op == "call_function" and (tracing.is_grad_mode_switch(n.target) or autocast.is_autocast_switch(n.target)):
             return f"{what} and switches gradients or autocast inside, and is not captured"
-        if writes(n):
+        if written_by(n) and not _is_transform(n):
             return f"{what} and changes values in place inside ({n.name}), and is not captured"
         if any(u not in members for u in n.users) and tracing.is_function_wrapper(fx_graph.example_value_of(n)):
             return f"{what}, whose wrapped value {n.name} is used after it, and is not captured"
     return None
-
-
-def writes(n: fx.Node) -> bool:
-    """Whether a call of a Dynamo graph changes an argument in place, by its name."""
-    name = n.target if n.op == "call_method" else getattr(n.target, "__name__", "") if n.op == "call_function" else ""
-    inplace = (
-        name.endswith("_")
-        and not name.endswith("__")
-        or n.target in (operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv)
-    )
-    return not _is_transform(n) and (inplace or "out" in n.kwargs)
 
 
 def keeps_writes(gm: fx.GraphModule) -> bool:
@@ -140,7 +130,7 @@ def _writes_parameters(gm: fx.GraphModule) -> bool:
     if not takes_gradients and not any(v.requires_grad for v in _tensors(results)):
         return False
     parameters = {fake.storage_of(v) for v in _tensors(gm.graph.find_nodes(op="placeholder")) if v.requires_grad}
-    written = _tensors([a for n in gm.graph.nodes for a in _written(n)])
+    written = _tensors([a for n in gm.graph.nodes for a in written_by(n)])
     # What a transform wraps is a value of its own, and has no memory to ask for.
     return any(fake.storage_of(v) in parameters for v in written if not tracing.is_function_wrapper(v))
 
@@ -150,19 +140,12 @@ def _tensors(nodes: Iterable[fx.Node]) -> list[torch.Tensor]:
     return [v for v in values if isinstance(v, torch.Tensor)]
 
 
-def _written(n: fx.Node) -> list[fx.Node]:
-    """What a call changes in place, of a graph that was captured or not."""
-    if isinstance(n.target, torch._ops.OpOverload):
-        return written_nodes(n)
-    return [a for a in (*n.args[:1], n.kwargs.get("out")) if isinstance(a, fx.Node)] if writes(n) else []
-
-
 def _is_autograd_function(n: fx.Node) -> bool:
     return n.op == "call_function" and tracing.is_autograd_function(n.target)
 
 
 def _changes_values(gm: fx.GraphModule) -> bool:
-    return any(writes(n) or tracing.is_mutable(n.target) for n in gm.graph.nodes)
+    return any(written_by(n) or tracing.is_mutable(n.target) for n in gm.graph.nodes)
 
 
 def _move(gm: fx.GraphModule, region: list[fx.Node]) -> None:

@@ -14,9 +14,9 @@ from typing import Any, Hashable, Sequence
 import torch
 import torch.fx as fx
 
-from mindspeed_fx.capture.transforms import writes
 from mindspeed_fx.compat import fake
 from mindspeed_fx.graph.recompile import recompile
+from mindspeed_fx.graph.writes import written_by
 from mindspeed_fx.partition import repeats
 from mindspeed_fx.partition.stretch import LayersDiffer, Source, Stretch, source, stretches
 
@@ -141,8 +141,7 @@ def _description(owner: torch.nn.Module, name: str) -> Hashable:
 
 def _writes(call: fx.Node) -> bool:
     """Whether it is plain that a call writes, or its backward does; what is not is found when the graph is traced."""
-    by_schema = isinstance(call.target, torch._ops.OpOverload) and call.target._schema.is_mutable
-    return by_schema or writes(call) or "main_grad" in getattr(call.target, "__name__", "")
+    return bool(written_by(call)) or "main_grad" in getattr(call.target, "__name__", "")
 
 
 def _made(stretch: Stretch, node: fx.Node) -> tuple[Hashable, int, int] | None:

@@ -8,7 +8,6 @@ makes and a later one reads goes from neighbour to neighbour. Source of the term
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Iterator, Sequence
 
@@ -19,6 +18,7 @@ from torch import nn
 from mindspeed_fx.capture import isolate
 from mindspeed_fx.compat import fake, fx_graph, tracing
 from mindspeed_fx.graph.provenance import module_path
+from mindspeed_fx.graph.writes import written_by
 from mindspeed_fx.planning.layer_lists import Layers
 from mindspeed_fx.report.source import source_line
 from mindspeed_fx.sharding.between_stages import RECEIVED
@@ -195,17 +195,19 @@ class _Homes:
 
     def _check_writes(self) -> None:
         """What is written in place, through whichever view, must be of one stage: others would not see it."""
-        writers = [
-            n
-            for n in self.nodes
-            if _writes(n) and isinstance(fx_graph.example_value_of(n.all_input_nodes[0]), torch.Tensor)
-        ]
-        for writer in writers:
-            storage = fake.storage_of(fx_graph.example_value_of(writer.all_input_nodes[0]))
+        for writer in self.nodes:
+            storages = {
+                fake.storage_of(value)
+                for n in written_by(writer)
+                if isinstance(value := fx_graph.example_value_of(n), torch.Tensor)
+            }
+            if not storages:
+                continue
             same = [
                 n
                 for n in self.nodes
-                if isinstance(value := fx_graph.example_value_of(n), torch.Tensor) and fake.storage_of(value) == storage
+                if isinstance(value := fx_graph.example_value_of(n), torch.Tensor)
+                and fake.storage_of(value) in storages
             ]
             if self._is_made_by_each(writer, same):
                 continue
@@ -316,21 +318,6 @@ def is_parameter(n: fx.Node) -> bool:
 def _is_random(n: fx.Node) -> bool:
     name = n.target if isinstance(n.target, str) else getattr(n.target, "__name__", "")
     return n.op in ("call_function", "call_method") and any(word in name for word in RANDOM)
-
-
-def _writes(n: fx.Node) -> bool:
-    name = n.target if isinstance(n.target, str) else getattr(n.target, "__name__", "")
-    if getattr(n.target, "__module__", "") == "_operator":  # and_ and or_ write nothing
-        return name == "setitem" or (
-            name[:1] == "i" and hasattr(operator, f"__{name}__") and name not in ("index", "invert", "inv")
-        )
-    return (
-        n.op in ("call_function", "call_method")
-        and name.endswith("_")
-        and not name.endswith("__")
-        and not name.startswith("_")
-        and name != "requires_grad_"
-    )
 
 
 def _where(n: fx.Node) -> str:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 import mindspeed_fx
@@ -197,6 +198,42 @@ class Placed(Learned):
 
 def test_what_is_written_of_the_arguments_alone_every_stage_makes_anew():
     given, model = batch(), Placed().double()
+    agrees(model, stages(model, 2, (), given, microbatches=1, options=EAGER), given, 1)
+
+
+class Rescaled(nn.Module):
+    """Changes what all layers read, in place, and reads it by its first name."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change, self.table = change, nn.Embedding(64, 8)
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, ids, labels):
+        scale = (ids.double() - 30) / 30
+        self.change(scale)
+        x = self.table(ids)
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * scale.unsqueeze(-1)
+        return (x.sum(-1) - labels).square().mean()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: F.relu(x, inplace=True),
+        lambda x: F.silu(x, True),
+        lambda x: torch.sigmoid(x, out=x),
+        lambda x: torch.lerp(x, 2 * x, 0.5, out=x),
+        lambda x: x.__ipow__(2),
+        lambda x: torch._foreach_mul_([x], 2.0),
+    ],
+    ids=["inplace", "positional", "out", "out of several", "power", "foreach"],
+)
+def test_what_is_changed_in_place_without_a_name_that_says_so_every_stage_makes_anew(change):
+    """Before, such calls were dropped, and stages read the values of before."""
+    torch.manual_seed(0)
+    given, model = batch(), Rescaled(change).double()
     agrees(model, stages(model, 2, (), given, microbatches=1, options=EAGER), given, 1)
 
 
