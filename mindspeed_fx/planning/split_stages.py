@@ -20,6 +20,7 @@ from mindspeed_fx.compat import fake, fx_graph, tracing
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.graph.writes import written_by
 from mindspeed_fx.planning.layer_lists import Layers
+from mindspeed_fx.planning.random_calls import draws_numbers
 from mindspeed_fx.report.source import source_line
 from mindspeed_fx.sharding.between_stages import RECEIVED
 from mindspeed_fx.sharding.constraint import operands
@@ -27,8 +28,6 @@ from mindspeed_fx.sharding.plan import ShardingError
 
 STATE = ("_enter_autocast", "_exit_autocast", "_set_grad_enabled")
 """Calls that change how the following ones run: in every stage."""
-
-RANDOM = ("dropout", "rand", "normal", "bernoulli", "multinomial", "uniform", "exponential", "poisson")
 
 
 @dataclass
@@ -146,7 +145,7 @@ class _Homes:
             if (
                 n not in self.stage
                 and n not in self.state
-                and (n in mine or any(a in mine for a in n.all_input_nodes) or _is_random(n))
+                and (n in mine or any(a in mine for a in n.all_input_nodes) or draws_numbers(self.gm, n))
             ):
                 mine.add(n)
         for n in reversed(self.nodes):
@@ -238,7 +237,7 @@ class _Homes:
         nodes = {writer, *same}
         if any(n not in self.again or n.op not in ("call_function", "call_method") for n in nodes):
             return False
-        if any(a not in self.again for n in nodes for a in n.all_input_nodes):
+        if any(a not in self.again for n in nodes for a in n.all_input_nodes) or draws_numbers(self.gm, writer):
             return False
         for n in nodes:
             self.writers.setdefault(n, []).append(writer)
@@ -313,11 +312,6 @@ def receivable(value: torch.Tensor) -> torch.Tensor:
 
 def is_parameter(n: fx.Node) -> bool:
     return n.op == "placeholder" and isinstance(fx_graph.example_value_of(n), nn.Parameter)
-
-
-def _is_random(n: fx.Node) -> bool:
-    name = n.target if isinstance(n.target, str) else getattr(n.target, "__name__", "")
-    return n.op in ("call_function", "call_method") and any(word in name for word in RANDOM)
 
 
 def _where(n: fx.Node) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import mindspeed_fx
 from mindspeed_fx.planning.stage_module import stages
@@ -201,21 +202,30 @@ def test_what_is_written_of_the_arguments_alone_every_stage_makes_anew():
     agrees(model, stages(model, 2, (), given, microbatches=1, options=EAGER), given, 1)
 
 
-class Rescaled(nn.Module):
-    """Changes what all layers read, in place, and reads it by its first name."""
+class Scaled(nn.Module):
+    """All layers read what ``scale_of`` makes of the arguments alone."""
 
-    def __init__(self, change):
+    def __init__(self, scale_of):
         super().__init__()
-        self.change, self.table = change, nn.Embedding(64, 8)
+        self.scale_of, self.table = scale_of, nn.Embedding(64, 8)
         self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
 
     def forward(self, ids, labels):
-        scale = (ids.double() - 30) / 30
-        self.change(scale)
+        scale = self.scale_of((ids.double() - 30) / 30)
         x = self.table(ids)
         for layer in self.layers:
             x = torch.tanh(layer(x)) * scale.unsqueeze(-1)
         return (x.sum(-1) - labels).square().mean()
+
+
+def changed(change):
+    """What is changed in place, and read by its first name."""
+
+    def scale_of(x):
+        change(x)
+        return x
+
+    return scale_of
 
 
 @pytest.mark.parametrize(
@@ -233,8 +243,39 @@ class Rescaled(nn.Module):
 def test_what_is_changed_in_place_without_a_name_that_says_so_every_stage_makes_anew(change):
     """Before, such calls were dropped, and stages read the values of before."""
     torch.manual_seed(0)
-    given, model = batch(), Rescaled(change).double()
+    given, model = batch(), Scaled(changed(change)).double()
     agrees(model, stages(model, 2, (), given, microbatches=1, options=EAGER), given, 1)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: F.gumbel_softmax(x, -1),
+        lambda x: F.rrelu(x - 0.5, training=True),
+        lambda x: torch.binomial(x.round() + 3, x.clamp(0, 1)),
+        lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5)[0],
+        lambda x: checkpoint(lambda x: F.rrelu(x - 0.5, training=True), x, use_reentrant=False),
+        lambda x: torch.func.vmap(torch.exp)(torch.rand_like(x)),
+    ],
+    ids=["gumbel", "rrelu", "binomial", "attention", "checkpointed", "vmap"],
+)
+def test_what_is_drawn_for_all_layers_is_drawn_once(draw):
+    """Before, each stage drew numbers of its own for it, where no name said that it is random."""
+    torch.manual_seed(0)
+    given, model = batch(), Scaled(draw).double()
+    parts = stages(model, 2, (), given, microbatches=1, options=EAGER)
+    torch.manual_seed(7)
+    expected = model(**given)
+    torch.manual_seed(7)
+    assert torch.allclose(chained(parts, given, 1), expected, rtol=1e-10)
+    assert len(parts[1].examples()[0]) == 2, "the numbers are sent, beside the hidden states"
+
+
+@pytest.mark.parametrize("change", [lambda x: x.geometric_(0.5), lambda x: F.dropout(x, 0.5, True, True)])
+def test_numbers_that_are_written_into_what_stages_share_are_refused(change):
+    given = batch()
+    with pytest.raises(ShardingError, match="writes in place to what stages 0 and 1 read"):
+        stages(Scaled(changed(change)).double(), 2, (), given, microbatches=1, options=EAGER)
 
 
 class Shared(nn.Module):
