@@ -194,33 +194,21 @@ class _Homes:
 
     def _check_writes(self) -> None:
         """What is written in place, through whichever view, must be of one stage: others would not see it."""
-        for writer in self.nodes:
-            storages = {
-                fake.storage_of(value)
-                for n in written_by(writer)
-                if isinstance(value := fx_graph.example_value_of(n), torch.Tensor)
-            }
-            if not storages:
+        writers = [n for n in self.nodes if written_by(n)]
+        values = {n: fx_graph.example_value_of(n) for n in self.nodes if writers}
+        storages = {n: fake.storage_of(value) for n, value in values.items() if isinstance(value, torch.Tensor)}
+        for writer in writers:
+            changed = {storages[n] for n in written_by(writer) if n in storages}
+            same = [n for n, storage in storages.items() if storage in changed]
+            if not changed or self._is_made_by_each(writer, same):
                 continue
-            same = [
-                n
-                for n in self.nodes
-                if isinstance(value := fx_graph.example_value_of(n), torch.Tensor)
-                and fake.storage_of(value) in storages
-            ]
-            if self._is_made_by_each(writer, same):
-                continue
-            if (
-                len(
-                    result := set().union(
-                        *(self.readers[n] | ({self.stage[n]} if n in self.stage else set()) for n in (writer, *same))
-                    )
-                )
-                > 1
-            ):
+            stages = set().union(
+                *(self.readers[n] | ({self.stage[n]} if n in self.stage else set()) for n in (writer, *same))
+            )
+            if len(stages) > 1:
                 raise ShardingError(
                     f"{_where(writer)}: {writer.name} writes in place to what stages "
-                    f"{' and '.join(map(str, sorted(result)))} read; stages share no memory"
+                    f"{' and '.join(map(str, sorted(stages)))} read; stages share no memory"
                 )
             if writer not in self.stage:
                 raise ShardingError(
