@@ -57,6 +57,6 @@ def _place_of_inplace(function: Callable) -> int | None:
 
 
 def _nodes(value: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.map_arg(value, found.append)
-    return found
+    nodes: list[fx.Node] = []
+    fx.map_arg(value, nodes.append)
+    return nodes

@@ -37,12 +37,12 @@ def draws_numbers(gm: fx.GraphModule, node: fx.Node) -> bool:
 def _calls_random(node: fx.Node) -> bool:
     values = fx.map_arg((node.args, node.kwargs), fx_graph.example_value_of)
     mode = fake.fake_like(values) if any(map(fake.is_fake, pytree.tree_leaves(values))) else fake.new_mode()
-    drawn = []
+    answers: list[bool] = []
     with mode, torch.no_grad():
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone(), values)
-        with dispatcher.Watch(lambda operator, *_: drawn.append(is_random(operator))):
+        with dispatcher.Watch(lambda operator, *_: answers.append(is_random(operator))):
             _call(node, args, kwargs)
-    return any(drawn)
+    return any(answers)
 
 
 def _call(node: fx.Node, args: tuple, kwargs: dict) -> Any:
