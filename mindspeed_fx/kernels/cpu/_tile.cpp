@@ -64,7 +64,7 @@ inline void turn(const void* from, int64_t from_step, void* to, int64_t to_step)
   const char* in = static_cast<const char*>(from);
   char* out = static_cast<char*>(to);
 #ifdef __AVX512F__
-  __m512i x[SQUARE], y[SQUARE];  // pairs of rows, of pairs, of fours, of eights are merged; a loop takes 3 to 5 times as long
+  __m512i x[SQUARE], y[SQUARE];  // rows are merged with their neighbours, then pairs, fours and eights of them
   for (int64_t i = 0; i < SQUARE; ++i) x[i] = _mm512_loadu_si512(in + i * from_step);
   for (int64_t i = 0; i < SQUARE; i += 2) y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]), y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
   for (int64_t i = 0; i < SQUARE; i += 4)
