@@ -33,7 +33,6 @@ def graph_of(f, *inputs):
         (lambda x, y: F.dropout(x, 0.5, True), 0),
         (lambda x, y: (x > 0) & (y > 0), 0),
         (lambda x, y: operator.or_(x > 0, y > 0), 0),
-        (lambda x, y: x.detach().requires_grad_(), 0),
     ],
 )
 def test_what_is_written(call, count):
@@ -47,6 +46,12 @@ def test_what_is_written(call, count):
     names = [n.name for node in graph.nodes for n in written_by(node)]
     copies = [n.name for n in graph.nodes if n.target == "clone"]
     assert names == copies[:count]
+
+
+def test_a_flag_is_not_memory():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    assert not written_by(graph.call_method("requires_grad_", (x,))) and written_by(graph.call_method("zero_", (x,)))
 
 
 def test_every_function_of_operator_that_writes_is_known():
