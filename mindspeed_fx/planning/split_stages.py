@@ -194,11 +194,11 @@ class _Homes:
 
     def _check_writes(self) -> None:
         """What is written in place, through whichever view, must be of one stage: others would not see it."""
-        writers = [n for n in self.nodes if written_by(n)]
+        writers = {n: nodes for n in self.nodes if (nodes := written_by(n))}
         values = {n: fx_graph.example_value_of(n) for n in self.nodes if writers}
         storages = {n: fake.storage_of(value) for n, value in values.items() if isinstance(value, torch.Tensor)}
-        for writer in writers:
-            changed = {storages[n] for n in written_by(writer) if n in storages}
+        for writer, written in writers.items():
+            changed = {storages[n] for n in written if n in storages}
             same = [n for n, storage in storages.items() if storage in changed]
             if not changed or self._is_made_by_each(writer, same):
                 continue
