@@ -20,7 +20,13 @@ import pytest
 FILE = pathlib.Path(__file__).with_name("slow_cases.txt")
 SECONDS = 3.0
 """Of a run on two cores beside other work; half of it alone."""
-WHOLE = ("tests/megatron/launch/test_scripts.py", "tests/docs/", "tests/fuzz/", "tests/surroundings/")
+WHOLE = (
+    "tests/megatron/launch/test_scripts.py",
+    "tests/partition/test_unroll.py",
+    "tests/docs/",
+    "tests/fuzz/",
+    "tests/surroundings/",
+)
 
 
 def read() -> frozenset[str]:
