@@ -21,6 +21,7 @@ def operands(
     """q, k, the mask, True or zero where attention is allowed, as an operator takes them, and
     :func:`fully_masked_rows.some_left`; Miss where it is not safe.
     """
+    fully_masked_rows.refuse_meant(scores)
     dtype = match.value(root).dtype
     # Matching looks through casts of q and k: one that widened them to the type of v is recomputed, and one to the type
     # of their product, which may be autocast's.

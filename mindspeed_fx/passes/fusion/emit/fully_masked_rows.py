@@ -4,6 +4,10 @@ of minus infinity.
 All scores of such a row are that number, so the model's weights are uniform and the row is the mean of the values; the
 operator, which knows no number, would make it zero. Padding to the left under a causal mask makes such rows. Nobody
 reads them as a rule, but they are the model's result all the same.
+
+With two numbers the keys of the higher one have the weight. Where padding alone hides a row's own key that is noted;
+where another mask does, it is meant (a token of Reformer sees itself where it sees no other), and the attention is
+left.
 """
 
 from __future__ import annotations
@@ -11,14 +15,36 @@ from __future__ import annotations
 import math
 from typing import Callable
 
+import torch
 import torch.fx as fx
 
 from mindspeed_fx.compat.symbols import statically_known_true
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
+from mindspeed_fx.passes.base import Miss
 from mindspeed_fx.passes.fusion.analysis import mask, positions
 from mindspeed_fx.passes.fusion.analysis.attention_scores import Scores
-from mindspeed_fx.passes.fusion.analysis.bands import BLOCKED, Distance
+from mindspeed_fx.passes.fusion.analysis.bands import BLOCKED, Band, Distance
+
+
+def refuse_meant(scores: Scores) -> None:
+    """Miss where a mask that is no padding may hide a row's own key, and the masks hide by different amounts."""
+    masks = scores.blocking
+    if scores.sinks is not None or scores.cleared or len(masks) < 2:
+        return
+    amounts = {_fill(where) if kind != "add" else _added(m) for kind, m, where in masks} - {None}
+    adds_up = any(kind == "add" and _added(m) is not None for kind, m, _ in masks)
+    meant = [
+        m
+        for kind, m, where in masks
+        if (kind != "add" or _added(m) is not None) and not (_keeps_own_key(kind, m, where) or _alike_for_queries(m))
+    ]
+    if meant and (adds_up or len(amounts) > 1):
+        numbers = " and ".join(f"{a:g}" for a in sorted(amounts))
+        raise Miss(
+            f"the masks set hidden scores to {numbers}, and one of them ({meant[0].name}) may hide a query's own key: "
+            "a row that they hide whole has weights of its own"
+        )
 
 
 def some_left(
@@ -80,12 +106,30 @@ def _finite(added: fx.Node) -> bool:
 
 def _own_key(scores: Scores) -> bool:
     """Whether every row certainly keeps its own key."""
-    bands = [mask.kept_band(m, kind) for kind, m, _ in scores.blocking]
-    square = all(
-        statically_known_true(match.value(where).shape[-1] == match.value(where).shape[-2])
-        for _, _, where in scores.blocking
+    return all(_keeps_own_key(*masked) for masked in scores.blocking)
+
+
+def _keeps_own_key(kind: str, m: fx.Node, where: fx.Node) -> bool:
+    band, shape = mask.kept_band(m, kind), match.value(where).shape
+    return band is not None and band.low <= 0 <= band.high and statically_known_true(shape[-1] == shape[-2])
+
+
+def _alike_for_queries(m: fx.Node, depth: int = 12) -> bool:
+    """Whether a mask is the same for every query, as padding is."""
+    shape = match.value(m).shape
+    if len(shape) < 2 or statically_known_true(shape[-2] == 1):
+        return True
+    passes_on = match.is_call(m, aten.expand.default, aten.to.dtype) or (
+        isinstance(m.target, torch._ops.OpOverload) and torch.Tag.pointwise in m.target.tags
     )
-    return square and all(b is not None and b.low <= 0 <= b.high for b in bands)
+    return depth > 0 and passes_on and all(_alike_for_queries(a, depth - 1) for a in m.all_input_nodes)
+
+
+def _added(m: fx.Node) -> float | None:
+    """What a mask of known places adds to the scores that it hides; None where it may hide none."""
+    band = positions.meaning(m)
+    least = min(band.inside, band.outside) if isinstance(band, Band) else 0.0
+    return float(least) if least <= BLOCKED else None
 
 
 def _fill(where: fx.Node) -> float:
