@@ -3,14 +3,14 @@
 For attention whose weights must exist, because the model returns or drops them in a way that no attention kernel has.
 On npu alone: elsewhere generated code makes one kernel of it as it is. Matched from the softmax inward over casts, one
 boolean mask with a value of -10000 or less, and scales; a cast back to the type of the scores belongs to it. Safe
-because exp(-10000) is zero next to an ordinary score; rows that are masked whole differ only where the model used minus
-infinity, which makes them NaN.
+because exp(-10000) is zero next to an ordinary score, which one that was masked before is not; rows that are masked
+whole differ only where the model used minus infinity, which makes them NaN.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
@@ -20,6 +20,8 @@ from mindspeed_fx.graph.match import aten
 from mindspeed_fx.kernels.scaled_masked_softmax import scaled_masked_softmax as operator
 from mindspeed_fx.passes.base import Context, Outcome, PassReport, Site, calls, register, rewrite_each, site
 from mindspeed_fx.passes.fusion.analysis import mask as mask_analysis
+from mindspeed_fx.passes.fusion.analysis.bands import BLOCKED, Band
+from mindspeed_fx.passes.fusion.analysis.positions import meaning
 
 NAME, OPERATOR = "fusion.scaled_masked_softmax", "mindspeed::scaled_masked_softmax"
 
@@ -92,6 +94,8 @@ def _rewrite(gm: fx.GraphModule, node: fx.Node, result: Scores, target: str) -> 
     root = user if match.is_call(user, aten.to.dtype) and match.value(user).dtype == narrow else node
     if match.value(x).shape != match.value(node).shape:
         return "the mask widens the scores"
+    if _hides(x):
+        return "the scores are masked before, too: by a lower number, they would weigh nothing beside the mask's -10000"
     if match.value(result.mask).dtype != torch.bool:
         return f"the mask is {match.value(result.mask).dtype}, not boolean".replace("torch.", "")
     region = [*result.region, *([root] if root is not node else [])]
@@ -109,3 +113,25 @@ def _rewrite(gm: fx.GraphModule, node: fx.Node, result: Scores, target: str) -> 
             return "; ".join(reasons)
     reason = rewrite.substitute(gm, root, rewrite.insert(gm, root, operator.overload, (x, arg, result.scale)))
     return reason or site(OPERATOR, root, region)
+
+
+def _hides(n: Any, depth: int = 12) -> bool:
+    """Whether scores are set to, or get added, a number that hides them."""
+    if not depth or not isinstance(n, fx.Node):
+        return False
+    if match.is_call(n, *_SETTING):
+        given = n.args[1:] if n.target in _CHOOSING else n.args
+        return any(mask_analysis.blocks(a) or _hides(a, depth - 1) for a in given)
+    if match.is_call(n, *match.ADD):
+        return any(_adds(a) or _hides(a, depth - 1) for a in n.args)
+    inner = match.unscale(match.uncast(n))[0]
+    return inner is not n and _hides(inner, depth - 1)
+
+
+def _adds(n: Any) -> bool:
+    band = meaning(n)
+    return isinstance(band, Band) and min(band.inside, band.outside) <= BLOCKED
+
+
+_CHOOSING = (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf)
+_SETTING = (aten.masked_fill.Scalar, aten.masked_fill.Tensor, *_CHOOSING)

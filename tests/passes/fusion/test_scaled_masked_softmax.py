@@ -70,8 +70,21 @@ def test_elsewhere_only_where_it_is_named():
     assert function_agrees(f, s, enable=[NAME]).counts[NAME] == 1
 
 
+@pytest.mark.parametrize("later, own", [(-1e9, -5e4), (-5e4, -1e9), (-1e9, -1e9)])
+def test_rows_that_two_masks_hide_whole(later, own):
+    def f(s):
+        return s.masked_fill(torch.ones(6, 6).triu(1).bool(), later).masked_fill(torch.eye(6).bool(), own).softmax(-1)
+
+    assert not function_agrees(
+        f, torch.randn(2, 4, 6, 6, dtype=torch.double, requires_grad=True), enable=[NAME]
+    ).counts[NAME]
+
+
 @pytest.mark.parametrize("f, size, reason", [
     (lambda s: s.masked_fill(MASK[:24, :24], -1e9).softmax(-1), 24, "rows is 24; valid: 32 to 4096"),
+    (lambda s: s.masked_fill(MASK, -1e9).masked_fill(MASK.T, -1e9).softmax(-1), 32, "masked before, too"),
+    (lambda s: (torch.where(MASK, s, -5e4) * 2).masked_fill(MASK.T, -1e9).softmax(-1), 32, "masked before, too"),
+    (lambda s: (s + torch.full((32, 32), -1e9).triu(1)).masked_fill(MASK, -1e9).softmax(-1), 32, "masked before, too"),
     (lambda s: s.masked_fill(MASK, -5.0).softmax(-1), 32, None),
     (lambda s: s.softmax(-1), 32, None),
     (lambda s: s.masked_fill(MASK, -1e9).softmax(1), 32, None),
