@@ -120,8 +120,8 @@ def _hides(n: Any, depth: int = 12) -> bool:
     if not depth or not isinstance(n, fx.Node):
         return False
     if match.is_call(n, *_SETTING):
-        given = n.args[1:] if n.target in _CHOOSING else n.args
-        return any(mask_analysis.blocks(a) or _hides(a, depth - 1) for a in given)
+        args = n.args[1:] if n.target in _CHOOSING else n.args
+        return any(mask_analysis.blocks(a) or _hides(a, depth - 1) for a in args)
     if match.is_call(n, *match.ADD):
         return any(_adds(a) or _hides(a, depth - 1) for a in n.args)
     inner = match.unscale(match.uncast(n))[0]
