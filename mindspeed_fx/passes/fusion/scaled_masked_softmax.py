@@ -20,8 +20,6 @@ from mindspeed_fx.graph.match import aten
 from mindspeed_fx.kernels.scaled_masked_softmax import scaled_masked_softmax as operator
 from mindspeed_fx.passes.base import Context, Outcome, PassReport, Site, calls, register, rewrite_each, site
 from mindspeed_fx.passes.fusion.analysis import mask as mask_analysis
-from mindspeed_fx.passes.fusion.analysis.bands import BLOCKED, Band
-from mindspeed_fx.passes.fusion.analysis.positions import meaning
 
 NAME, OPERATOR = "fusion.scaled_masked_softmax", "mindspeed::scaled_masked_softmax"
 
@@ -123,14 +121,9 @@ def _hides(n: Any, depth: int = 12) -> bool:
         args = n.args[1:] if n.target in _CHOOSING else n.args
         return any(mask_analysis.blocks(a) or _hides(a, depth - 1) for a in args)
     if match.is_call(n, *match.ADD):
-        return any(_adds(a) or _hides(a, depth - 1) for a in n.args)
+        return any(mask_analysis.added(a) is not None or _hides(a, depth - 1) for a in n.args)
     inner = match.unscale(match.uncast(n))[0]
     return inner is not n and _hides(inner, depth - 1)
-
-
-def _adds(n: Any) -> bool:
-    band = meaning(n)
-    return isinstance(band, Band) and min(band.inside, band.outside) <= BLOCKED
 
 
 _CHOOSING = (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf)

@@ -45,6 +45,13 @@ def blocks(n: Any) -> bool:
     return number is not None and number <= BLOCKED
 
 
+def added(n: Any) -> float | None:
+    """What a mask of known places adds to the scores that it hides; None where it is not known to hide any."""
+    band = meaning(n)
+    least = min(band.inside, band.outside) if isinstance(band, Band) else 0.0
+    return float(least) if least <= BLOCKED else None
+
+
 def binary(n: Any, depth: int = 12) -> bool:
     """Whether every element of ``n`` is certainly zero or one: it is boolean, made of booleans, or the graph builds it
     of nothing else.

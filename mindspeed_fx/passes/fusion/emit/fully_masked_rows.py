@@ -24,7 +24,7 @@ from mindspeed_fx.graph.match import aten
 from mindspeed_fx.passes.base import Miss
 from mindspeed_fx.passes.fusion.analysis import mask, positions
 from mindspeed_fx.passes.fusion.analysis.attention_scores import Scores
-from mindspeed_fx.passes.fusion.analysis.bands import BLOCKED, Band, Distance
+from mindspeed_fx.passes.fusion.analysis.bands import BLOCKED, Distance
 
 
 def refuse_meant(scores: Scores) -> None:
@@ -32,12 +32,13 @@ def refuse_meant(scores: Scores) -> None:
     masks = scores.blocking
     if scores.sinks is not None or scores.cleared or len(masks) < 2:
         return
-    amounts = {_fill(where) if kind != "add" else _added(m) for kind, m, where in masks} - {None}
-    adds_up = any(kind == "add" and _added(m) is not None for kind, m, _ in masks)
+    amounts = {_fill(where) if kind != "add" else mask.added(m) for kind, m, where in masks} - {None}
+    adds_up = any(kind == "add" and mask.added(m) is not None for kind, m, _ in masks)
     meant = [
         m
         for kind, m, where in masks
-        if (kind != "add" or _added(m) is not None) and not (_keeps_own_key(kind, m, where) or _alike_for_queries(m))
+        if (kind != "add" or mask.added(m) is not None)
+        and not (_keeps_own_key(kind, m, where) or _alike_for_queries(m))
     ]
     if meant and (adds_up or len(amounts) > 1):
         numbers = " and ".join(f"{a:g}" for a in sorted(amounts))
@@ -123,13 +124,6 @@ def _alike_for_queries(m: fx.Node, depth: int = 12) -> bool:
         isinstance(m.target, torch._ops.OpOverload) and torch.Tag.pointwise in m.target.tags
     )
     return depth > 0 and passes_on and all(_alike_for_queries(a, depth - 1) for a in m.all_input_nodes)
-
-
-def _added(m: fx.Node) -> float | None:
-    """What a mask of known places adds to the scores that it hides; None where it may hide none."""
-    band = positions.meaning(m)
-    least = min(band.inside, band.outside) if isinstance(band, Band) else 0.0
-    return float(least) if least <= BLOCKED else None
 
 
 def _fill(where: fx.Node) -> float:
