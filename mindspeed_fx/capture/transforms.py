@@ -22,7 +22,7 @@ import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 from mindspeed_fx.compat import autocast, fake, fx_graph, higher_order, tracing, whole_calls
-from mindspeed_fx.graph.annotate import WHOLE_CALL, _is_transform
+from mindspeed_fx.graph.annotate import WHOLE_CALL, is_transform
 from mindspeed_fx.graph.writes import written_by
 
 NAME = "transform_"
@@ -55,7 +55,7 @@ def isolate(gm: fx.GraphModule) -> str | None:
 def _move_whole_calls(gm: fx.GraphModule) -> None:
     """Move what applies an ``autograd.Function`` or puts hooks on tensors unseen, with the reads of its results, unless
     a transform holds it."""
-    if any(_is_transform(n) for n in gm.graph.nodes):
+    if any(is_transform(n) for n in gm.graph.nodes):
         return
     calls = [n for n in gm.graph.nodes if n.op == "call_function" and _has_own_gradient(n)]
     for call in calls:
@@ -76,13 +76,13 @@ def _regions(gm: fx.GraphModule) -> list[list[fx.Node] | str]:
     """The nodes from the entry of each outermost transform to its exit; a reason in place of one that is not left."""
     regions, region, depth = [], [], 0
     for n in gm.graph.nodes:
-        if n.op != "output" and (region or _is_transform(n)):
+        if n.op != "output" and (region or is_transform(n)):
             region.append(n)
-        change = tracing.transform_nesting(n.target) if _is_transform(n) else 0
+        change = tracing.transform_nesting(n.target) if is_transform(n) else 0
         depth += change
         if region and change < 0 and depth == 0:
             regions, region = [*regions, region], []
-    used = [n for n in region if _is_transform(n) and n.users]
+    used = [n for n in region if is_transform(n) and n.users]
     if depth or used:
         return [
             f"the graph applies a function transform of torch.func ({region[0].name}) that is not left again, and is "
@@ -96,13 +96,13 @@ def _stays(region: list[fx.Node]) -> str | None:
     what = f"the graph applies a function transform of torch.func ({region[0].name})"
     if any(n.op == "placeholder" for n in region):
         return f"{what} before its last input, and is not captured"
-    entered = next(n.target.__name__ for n in region if _is_transform(n) and tracing.transform_nesting(n.target) > 0)
+    entered = next(n.target.__name__ for n in region if is_transform(n) and tracing.transform_nesting(n.target) > 0)
     if not entered.startswith("_vmap"):
         return f"{what}, which is no vmap, and is not captured"
     for n in region:
         if n.op == "call_function" and (tracing.is_grad_mode_switch(n.target) or autocast.is_autocast_switch(n.target)):
             return f"{what} and switches gradients or autocast inside, and is not captured"
-        if written_by(n) and not _is_transform(n):
+        if written_by(n) and not is_transform(n):
             return f"{what} and changes values in place inside ({n.name}), and is not captured"
         if any(u not in members for u in n.users) and tracing.is_function_wrapper(fx_graph.example_value_of(n)):
             return f"{what}, whose wrapped value {n.name} is used after it, and is not captured"

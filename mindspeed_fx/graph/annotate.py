@@ -111,7 +111,7 @@ def _differentiable(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def _is_transform(n: fx.Node) -> bool:
+def is_transform(n: fx.Node) -> bool:
     return n.op == "call_function" and tracing.is_function_transform(n.target)
 
 
@@ -121,4 +121,4 @@ WHOLE_CALL = "whole_call"
 
 def is_isolated_body(gm: fx.GraphModule) -> bool:
     """True for a body that :func:`isolate` made: it is not read."""
-    return any(_is_transform(n) or WHOLE_CALL in n.meta for n in gm.graph.nodes)
+    return any(is_transform(n) or WHOLE_CALL in n.meta for n in gm.graph.nodes)

@@ -13,7 +13,7 @@ import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 from mindspeed_fx.compat import dispatcher, fake, fx_graph, tracing
-from mindspeed_fx.graph.annotate import _is_transform
+from mindspeed_fx.graph.annotate import is_transform
 from mindspeed_fx.graph.op_sets import is_random
 from mindspeed_fx.sharding.constraint import operands
 
@@ -23,7 +23,7 @@ NAMES = ("dropout", "rand", "normal", "bernoulli", "multinomial", "uniform", "ex
 
 def draws_numbers(gm: fx.GraphModule, node: fx.Node) -> bool:
     """Whether ``node`` of ``gm`` draws random numbers, as it is called on copies of its fake arguments."""
-    if node.op not in ("call_function", "call_method") or _is_transform(node):
+    if node.op not in ("call_function", "call_method") or is_transform(node):
         return False
     if tracing.is_higher_order(node.target):
         return any(draws_numbers(body, n) for body, _ in operands(gm, node) for n in body.graph.nodes)

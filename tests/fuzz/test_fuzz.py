@@ -31,7 +31,12 @@ def agree(seeds: range, layers: int = 0) -> None:
         assert not verdict.failure or verdict.theirs, told(case, verdict.failure)
 
 
-@pytest.mark.parametrize("first", range(0, 30, 2))
+def usual(first: int, end: int, slow_end: int) -> list:
+    """Every second seed; from ``end`` on with the slow tests."""
+    return [pytest.param(i, marks=[pytest.mark.slow] * (i >= end)) for i in range(first, slow_end, 2)]
+
+
+@pytest.mark.parametrize("first", usual(0, 30, 50))
 def test_programs_agree(first):
     agree(range(first, first + 2))
 
@@ -42,7 +47,7 @@ def test_a_thousand_programs_agree(first):
     agree(range(first, first + 20))
 
 
-@pytest.mark.parametrize("first", range(3, 7, 2))
+@pytest.mark.parametrize("first", usual(3, 7, 9))
 def test_models_of_many_layers_agree(first, monkeypatch):
     """Of layers that are alike most are copies of what was captured, fused and differentiated."""
     shortened = []

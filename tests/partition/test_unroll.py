@@ -408,7 +408,15 @@ def test_options_that_look_at_each_layer(options, traced):
     assert not differing(graphs)
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        "full",
+        "selective",
+        pytest.param("norm", marks=pytest.mark.slow),
+        pytest.param("activation_function", marks=pytest.mark.slow),
+    ],
+)
 def test_policies_recompute_the_same_of_every_layer(recompute, traced):
     graphs, records = traced
     few = step(*build(), recompute=recompute)

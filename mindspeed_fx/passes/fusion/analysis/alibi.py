@@ -58,8 +58,7 @@ def _hides(kind: str, m: Any, number: Any, where: fx.Node) -> bool:
     A finite one is added to all scores alike in a row that is hidden whole, whose weights it leaves as they are."""
     if not mask.blocks(number) or mask.fill(number) == -math.inf:
         return mask.blocks(number)
-    band, shape = mask.kept_band(m, kind), match.value(where).shape
-    return band is not None and band.low <= 0 <= band.high and statically_known_true(shape[-2] == shape[-1])
+    return mask.keeps_own_key(kind, m, where)
 
 
 def _has_slopes(n: Any, depth: int = 6) -> bool:

@@ -302,11 +302,9 @@ def _match_gated_mask(n: Any, bias: fx.Node, depth: int, sign: float = 1.0) -> S
     for a, keep in match.operands(n, aten.mul.Tensor):
         if not (match.is_float(a) and match.is_float(keep)) or not mask.binary(keep):
             continue
-        band, line, shape = mask.kept_band(keep, "keep"), _line(bias, keep), match.value(n).shape
-        if band is not None and not (
-            band.low <= 0 <= band.high and symbols.statically_known_true(shape[-1] == shape[-2])
-        ):
+        if mask.kept_band(keep, "keep") is not None and not mask.keeps_own_key("keep", keep, n):
             continue  # a row without any key of its own would see all of them
+        line = _line(bias, keep)
         if line is None or sum(line) or sign * line[1] > BLOCKED:
             continue
         scores = _product(a, depth - 1)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from mindspeed_fx.compat.symbols import statically_known_true
 from mindspeed_fx.graph import match
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.passes.fusion.analysis.bands import BLOCKED, Band, complement
@@ -31,6 +32,12 @@ def kept_band(n: fx.Node, kind: str) -> Band | None:
     if allowed and not blocked:
         return band
     return complement(band) if blocked and not allowed else None
+
+
+def keeps_own_key(kind: str, m: fx.Node, where: fx.Node) -> bool:
+    """Whether a mask that is applied at ``where`` certainly leaves every query the key of its own place."""
+    band, shape = kept_band(m, kind), match.value(where).shape
+    return band is not None and band.low <= 0 <= band.high and statically_known_true(shape[-1] == shape[-2])
 
 
 def fill(n: Any) -> float | None:

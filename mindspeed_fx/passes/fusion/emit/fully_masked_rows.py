@@ -15,12 +15,12 @@ from __future__ import annotations
 import math
 from typing import Callable
 
-import torch
 import torch.fx as fx
 
 from mindspeed_fx.compat.symbols import statically_known_true
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
+from mindspeed_fx.graph.op_sets import is_pointwise, is_random
 from mindspeed_fx.passes.base import Miss
 from mindspeed_fx.passes.fusion.analysis import mask, positions
 from mindspeed_fx.passes.fusion.analysis.attention_scores import Scores
@@ -32,18 +32,13 @@ def refuse_meant(scores: Scores) -> None:
     masks = scores.blocking
     if scores.sinks is not None or scores.cleared or len(masks) < 2:
         return
-    amounts = {_fill(where) if kind != "add" else mask.added(m) for kind, m, where in masks} - {None}
-    adds_up = any(kind == "add" and mask.added(m) is not None for kind, m, _ in masks)
-    meant = [
-        m
-        for kind, m, where in masks
-        if (kind != "add" or mask.added(m) is not None)
-        and not (_keeps_own_key(kind, m, where) or _alike_for_queries(m))
-    ]
-    if meant and (adds_up or len(amounts) > 1):
-        numbers = " and ".join(f"{a:g}" for a in sorted(amounts))
+    hiding = {masked: amount for masked in masks if (amount := _amount(*masked)) is not None}
+    numbers = sorted(set(hiding.values()))
+    meant = [m for kind, m, where in hiding if not (mask.keeps_own_key(kind, m, where) or _alike_for_queries(m))]
+    if meant and (len(numbers) > 1 or any(kind == "add" for kind, *_ in hiding)):
+        told = " and ".join(f"{n:g}" for n in numbers)
         raise Miss(
-            f"the masks set hidden scores to {numbers}, and one of them ({meant[0].name}) may hide a query's own key: "
+            f"the masks set hidden scores to {told}, and one of them ({meant[0].name}) may hide a query's own key: "
             "a row that they hide whole has weights of its own"
         )
 
@@ -107,12 +102,7 @@ def _finite(added: fx.Node) -> bool:
 
 def _own_key(scores: Scores) -> bool:
     """Whether every row certainly keeps its own key."""
-    return all(_keeps_own_key(*masked) for masked in scores.blocking)
-
-
-def _keeps_own_key(kind: str, m: fx.Node, where: fx.Node) -> bool:
-    band, shape = mask.kept_band(m, kind), match.value(where).shape
-    return band is not None and band.low <= 0 <= band.high and statically_known_true(shape[-1] == shape[-2])
+    return all(mask.keeps_own_key(*masked) for masked in scores.blocking)
 
 
 def _alike_for_queries(m: fx.Node, depth: int = 12) -> bool:
@@ -120,10 +110,13 @@ def _alike_for_queries(m: fx.Node, depth: int = 12) -> bool:
     shape = match.value(m).shape
     if len(shape) < 2 or statically_known_true(shape[-2] == 1):
         return True
-    passes_on = match.is_call(m, aten.expand.default, aten.to.dtype) or (
-        isinstance(m.target, torch._ops.OpOverload) and torch.Tag.pointwise in m.target.tags
-    )
+    passes_on = match.is_call(m, aten.expand.default) or (is_pointwise(m.target) and not is_random(m.target))
     return depth > 0 and passes_on and all(_alike_for_queries(a, depth - 1) for a in m.all_input_nodes)
+
+
+def _amount(kind: str, m: fx.Node, where: fx.Node) -> float | None:
+    """What a mask sets scores to, or adds to them, that it hides; None where it is not known to hide any."""
+    return mask.added(m) if kind == "add" else _fill(where)
 
 
 def _fill(where: fx.Node) -> float:
