@@ -110,6 +110,8 @@ def _functional_form(node: fx.Node) -> tuple[Callable, tuple, dict] | None:
         return None
     if functional is None or torch.Tag.nondeterministic_seeded in functional.tags:
         return None
+    if functional is aten.copy.default and node.meta["needs_grad"]:
+        return None  # ``copy_`` has a derivative, ``copy`` has none
     with fake.fake_like(value):
         computed = functional(*_values(args), **_values(kwargs))
     before = buffer.meta["val"]

@@ -102,7 +102,7 @@ def _stays(region: list[fx.Node]) -> str | None:
     for n in region:
         if n.op == "call_function" and (tracing.is_grad_mode_switch(n.target) or autocast.is_autocast_switch(n.target)):
             return f"{what} and switches gradients or autocast inside, and is not captured"
-        if written_by(n) and not is_transform(n):
+        if written_by(n):
             return f"{what} and changes values in place inside ({n.name}), and is not captured"
         if any(u not in members for u in n.users) and tracing.is_function_wrapper(fx_graph.example_value_of(n)):
             return f"{what}, whose wrapped value {n.name} is used after it, and is not captured"

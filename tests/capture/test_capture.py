@@ -112,6 +112,7 @@ STEPS = {
     "split": lambda x, w, b: torch.cat([p * i for i, p in enumerate(x.split([1, 2, 1], -1))], -1),
     "linear": lambda x, w, b: F.linear(x, w),
     "inplace": lambda x, w, b: (x + 0).mul_(2.0).add_(x),
+    "copied": lambda x, w, b: torch.zeros_like(x).copy_(x * 2.0) + x,
     "inplace_on_view": lambda x, w, b: _zero_column(x),
     "out": lambda x, w, b: torch.tanh(x.detach(), out=torch.empty_like(x)) + x,
     "no_grad_factor": lambda x, w, b: x * _constant(x),
@@ -217,6 +218,32 @@ def test_random_programs_keep_values_gradients_mutation_and_randomness(names, fr
     for a, b in zip(run(False), run(True), strict=True):
         assert (a is None) == (b is None)
         assert a is None or (torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b)
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [lambda x: x * 2, lambda x: (x * 2).double(), lambda x: (x * 2)[:1], lambda x: (x * 2).t().contiguous().t()],
+    ids=["alike", "wider", "broadcast", "transposed"],
+)
+def test_what_is_copied_into_a_new_tensor_has_its_gradient(copied):
+    """States of linear attention and of convolutions in a cache (Qwen3-Next, Mamba, LFM2); ``aten.copy``, which has no
+    derivative, may not take the place of ``copy_``."""
+
+    def f(x):
+        cache = torch.zeros(3, 4)
+        cache.copy_(copied(x))
+        return (x * x).sum() + (cache * torch.arange(12.0).view(3, 4)).sum(), cache
+
+    results = []
+    for backend in (captured_backend, "mindspeed", "eager"):
+        torch._dynamo.reset()
+        x = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()
+        options = {"options": {"codegen": "eager"}} if backend == "mindspeed" else {}
+        loss, cache = torch.compile(f, backend=backend, fullgraph=True, **options)(x)
+        loss.backward()
+        results.append((loss.detach(), cache.detach(), x.grad))
+    for ours in results[:-1]:
+        assert all(torch.equal(a, b) for a, b in zip(ours, results[-1], strict=True))
 
 
 def test_data_of_a_parameter_is_written_as_in_eager_mode():

@@ -252,11 +252,7 @@ def _match_lower_bound(n: fx.Node, depth: int) -> Scores | None:
     scores = _product(result[0], depth - 1) if result else None
     if scores is None:
         return None
-    bands = [mask.kept_band(m, kind) for kind, m, _ in scores.masks]
-    shape = match.value(n).shape
-    if not all(b is not None and b.low <= 0 <= b.high for b in bands) or not symbols.statically_known_true(
-        shape[-1] == shape[-2]
-    ):
+    if not all(mask.keeps_own_key(kind, m, n) for kind, m, _ in scores.masks):
         raise Miss("the scores are bounded from below, and a mask may hide a whole row")
     return _extend(scores, n)
 
