@@ -167,6 +167,15 @@ def _copy_before_view(graph: fx.Graph, node: fx.Node) -> None:
     node.args = (call, *node.args[1:])
 
 
+def reshape_views(gm: fx.GraphModule) -> None:
+    """Let a graph that runs operator by operator copy where a view fails: some kernels lay out their results otherwise
+    than their fake forms say (torch 2.11 to 2.13: the gradient of softplus of a transposed tensor, as Doge's). Where a
+    view is possible ``reshape`` is that view."""
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default
+    gm.recompile()
+
+
 def has_symbols(values: Any) -> bool:
     """Whether some of the sizes, or of the tensors' sizes, are symbols."""
     leaves = pytree.tree_leaves(values)

@@ -66,3 +66,18 @@ def test_what_writes_stays():
     before = written.meta["val"]
     fake.take_layouts(gm, inputs)
     assert written.meta["val"] is before
+
+
+def test_a_view_of_what_lies_otherwise_than_its_fake_form():
+    """The gradient of softplus of a transposed tensor (Doge's gates): torch's own ``aot_eager`` raises there."""
+
+    def f(x, w):
+        return (torch.nn.functional.softplus((x @ w).transpose(-1, -2)) * torch.arange(8.0, dtype=x.dtype)).sum()
+
+    x, w = (torch.randn(*shape, dtype=torch.float64) for shape in ((2, 8, 4), (4, 2)))
+    grads = []
+    for g in (torch.compile(f, backend="mindspeed", fullgraph=True, options={"codegen": "eager"}), f):
+        leaves = [t.clone().requires_grad_() for t in (x, w)]
+        grads.append(torch.autograd.grad(g(*leaves), leaves))
+    for ours, eager in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, eager)
