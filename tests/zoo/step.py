@@ -24,9 +24,9 @@ PASSES = (
     "fusion.glu",
     "fusion.cross_entropy",
 )
-ALSO = {"fusion.swiglu": ("fusion.clipped_swiglu",)}
-"""Passes that fuse sites of another kind with something more (``weighted_swiglu`` takes what ``swiglu`` fused and
-counted).
+ALSO = {"fusion.swiglu": ("fusion.clipped_swiglu", "fusion.selective_scan")}
+"""Passes that fuse sites of another kind with something more, as a scan its gate (``weighted_swiglu`` takes what
+``swiglu`` fused and counted).
 """
 OPTIONS = {"codegen": "eager"}
 

@@ -42,8 +42,9 @@ MORE = [
 ]
 
 
-def check(name):
+def check(name, **settings):
     model, inputs = architectures.made(name, {})
+    inputs |= settings
     if getattr(model.config, "_experts_implementation", None) == "grouped_mm":
         need_grouped_products()
     row = table.check(name, model, inputs)
@@ -62,6 +63,12 @@ def test_every_site_is_fused(name):
 @pytest.mark.parametrize("name", MORE)
 def test_every_site_is_fused_in_more_models(name):
     check(name)
+
+
+@pytest.mark.parametrize("name", ["mamba", *(pytest.param(n, marks=pytest.mark.slow) for n in ("lfm2", *MORE[5:]))])
+def test_every_site_is_fused_where_a_cache_is_kept(name):
+    """As transformers does where it is told nothing, in training, too: keys and states are copied into a cache."""
+    check(name, use_cache=True)
 
 
 @pytest.mark.parametrize("name", [pytest.param("gemma2", marks=pytest.mark.slow), "gpt_oss"])
