@@ -352,7 +352,8 @@ class Compilation:
     def run_eagerly(self, gm: fx.GraphModule, inputs: Sequence[Any], side: str) -> Callable:
         with self._progress(), without_collection():
             inputs, _ = self._finished(gm, inputs, side)
-        fake.reshape_views(gm)
+        if self.options.codegen == "eager":
+            fake.reshape_views(gm)
         hand_over = turns.insert if self.takes_turns else None
         if self.late is not None and side == "backward":
             return late_gradients.run_in_parts(gm, self.late, inductor_compat.box_arguments, hand_over)
