@@ -83,6 +83,9 @@ def _from_sdpa(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Node, 
     grouped = [kv_heads.ungroup(node, x, match.value(q).shape[1]) or x for x in (k, v)]
     if match.value(grouped[0]).shape[1] == match.value(grouped[1]).shape[1]:
         k, v = map(rewrite.build, grouped)
+    heads = [match.value(x).shape[1] for x in (k, v)]
+    if heads[0] != heads[1]:
+        raise Miss(f"keys have {heads[0]} heads and values {heads[1]}")
     dtype = match.value(node).dtype  # to which autocast casts what it is given
     q, k, v = (cast(gm, node, x, dtype) for x in (q, k, v))
     if arguments is not None:
