@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from mindspeed_fx.compat.symbols import statically_known_true
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.layout import is_transpose
 from mindspeed_fx.graph.match import aten
@@ -86,6 +87,9 @@ def _from_sdpa(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Node, 
     heads = [match.value(x).shape[1] for x in (k, v)]
     if heads[0] != heads[1]:
         raise Miss(f"keys have {heads[0]} heads and values {heads[1]}")
+    batch, rows = match.value(q).shape[:2]
+    if any(statically_known_true(match.value(x).shape[0] != batch) for x in (k, v)) or rows == 1 != heads[0]:
+        raise Miss("q, k and v are broadcast")
     dtype = match.value(node).dtype  # to which autocast casts what it is given
     q, k, v = (cast(gm, node, x, dtype) for x in (q, k, v))
     if arguments is not None:

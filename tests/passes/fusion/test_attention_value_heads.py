@@ -36,3 +36,16 @@ def test_values_and_gradients_are_those_of_the_call(keys, values, is_grouped, co
     reasons = [s.reason for s in Report([graph], []).skipped("fusion.attention")]
     assert graph.counts["fusion.attention"] == 0
     assert reasons == [f"keys have {keys} heads and values {values}"]
+
+
+@pytest.mark.parametrize(
+    "leads", [((2, 4), (1, 4), (1, 4)), ((1, 4), (2, 4), (2, 4)), ((2, 1), (2, 4), (2, 4)), ((2, 4), (2, 4), (1, 4))]
+)
+def test_broadcast_batches_and_heads_are_left(leads):
+    torch.manual_seed(0)
+    inputs = [torch.randn(*lead, 32, 16, dtype=torch.float64) for lead in leads]
+    torch._dynamo.reset()
+    with recorder.collecting() as graphs:
+        f = torch.compile(F.scaled_dot_product_attention, backend="mindspeed", options={"codegen": "eager"})
+        torch.testing.assert_close(f(*inputs), F.scaled_dot_product_attention(*inputs))
+        assert [s.reason for s in Report(list(graphs), []).skipped("fusion.attention")] == ["q, k and v are broadcast"]
