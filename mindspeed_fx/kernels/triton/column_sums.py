@@ -13,8 +13,9 @@ from torch import Tensor
 
 from mindspeed_fx.kernels.triton.launch import launch, only_cuda
 
-ROWS, NARROW = 512, 512
-"""Rows of a tile; columns up to which a tile has four, so that there are programs for many multiprocessors."""
+ROWS, NARROW, COLUMNS = 512, 512, 16
+"""Rows and columns of a tile; columns up to which it has only four, so that there are programs for many
+multiprocessors."""
 
 
 @triton.jit
@@ -36,6 +37,6 @@ def sums(partial: Tensor, dtype: torch.dtype) -> Tensor:
     if not only_cuda(partial):
         return partial.sum(0).to(dtype)
     out = partial.new_empty(n, dtype=dtype)
-    cols = 4 if n <= NARROW else 16
+    cols = 4 if n <= NARROW else COLUMNS
     launch(column_sums, -(-n // cols), partial, out, count, num_warps=8, N=n, ROWS=ROWS, COLS=cols)
     return out

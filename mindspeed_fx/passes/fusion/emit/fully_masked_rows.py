@@ -2,8 +2,8 @@
 of minus infinity.
 
 All scores of such a row are that number, so the model's weights are uniform and the row is the mean of the values; the
-operator, which knows no number, would make it zero. Padding to the left under a causal mask makes such rows. Nobody
-reads them as a rule, but they are the model's result all the same.
+operator, which knows no number, would make it zero. Padding to the left under a causal mask makes such rows. Only the
+label of the first token after it reads one of them as a rule, but they are the model's result all the same.
 
 With two numbers the keys of the higher one have the weight. Where padding alone hides a row's own key that is noted;
 where another mask does, it is meant (a token of Reformer sees itself where it sees no other), and the attention is
@@ -61,7 +61,8 @@ def some_left(
         both = " and ".join(sorted(map(str, fills)))
         notes.append(
             "rows that the masks hide whole become zero: the model sets hidden scores to "
-            f"{both}{'' if len(fills) > 1 else ' and adds another mask'}, so that such rows have other weights"
+            f"{both}{'' if len(fills) > 1 else ' and adds another mask'}, so that such rows have other weights; "
+            "padding on the left makes some, and the label of the first token after it reads the last of them: ignore it"
         )
         return None
     if not all(_finite(m) for _, m in added):

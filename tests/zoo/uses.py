@@ -1,0 +1,280 @@
+"""The architectures of the zoo as people use them: whether each way of calling a model gives what it gives eager.
+
+    python -m tests.zoo.uses [--use NAME[+NAME...] ...] [--jobs 2] [--codegen inductor] [architecture ...]
+
+The match rate (table.py) makes every model simple, so that sites can be counted: attention by hand, no mask, no cache,
+a loss inside. Here causal models are built with transformers' defaults and called in the ways of :data:`USES`, and what
+they return, every gradient and every buffer are compared over two steps. One line for each: equal, differs (or what was
+raised) or unbuilt, where eager PyTorch does not run or gives no numbers. What differs is told beside what differs with
+torch's own backends, and with every weight moved a little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import multiprocessing
+import signal
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+
+from tests.zoo import architectures, table
+
+Inputs = dict[str, Any]
+Tensors = dict[str, torch.Tensor]
+TOLERANCE = 1e-5
+"""Of a tensor's largest element, as the match rate's errors."""
+ROUNDING = 6e-8
+"""What every weight of eager PyTorch is moved by, to tell how far results of float32 parts move."""
+
+# ---------------------------------------------------------------- how a model is called
+
+
+def padded(inputs: Inputs) -> Inputs:
+    """Padding to the right, as collators give it to a model that trains."""
+    return _with_mask(inputs, slice(-5, None))
+
+
+def padded_left(inputs: Inputs) -> Inputs:
+    """Padding to the left. The first label after it is ignored: it would read a row that sees nothing."""
+    inputs = _with_mask(inputs, slice(0, 5))
+    if "labels" in inputs:
+        inputs["labels"][0, 5] = -100
+    return inputs
+
+
+def _with_mask(inputs: Inputs, missing: slice) -> Inputs:
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[0, missing] = 0
+    hidden = mask == 0
+    labels = {"labels": inputs["labels"].masked_fill(hidden, -100)} if "labels" in inputs else {}
+    return inputs | dict(input_ids=inputs["input_ids"].masked_fill(hidden, 0), attention_mask=mask) | labels
+
+
+def packed(inputs: Inputs) -> Inputs:
+    """Two documents in a row, told by positions that begin anew."""
+    positions = torch.cat([torch.arange(6), torch.arange(inputs["input_ids"].shape[1] - 6)])[None]
+    return {k: v[:1] if torch.is_tensor(v) else v for k, v in inputs.items()} | dict(position_ids=positions)
+
+
+def embedded(inputs: Inputs) -> Inputs:
+    """Embeddings with a gradient instead of ids (prompt tuning); :func:`step` makes them."""
+    return {k: v for k, v in inputs.items() if k != "input_ids"} | dict(inputs_embeds=None)
+
+
+def unlabelled(inputs: Inputs) -> Inputs:
+    """The loss is the caller's, of the logits."""
+    return {k: v for k, v in inputs.items() if k != "labels"}
+
+
+def counted(inputs: Inputs) -> Inputs:
+    """With the number of tokens of all accumulated batches, as Trainer calls."""
+    return inputs | dict(num_items_in_batch=torch.tensor(77))
+
+
+def told_all(inputs: Inputs) -> Inputs:
+    """Every layer's states are returned."""
+    return inputs | dict(output_hidden_states=True)
+
+
+def cached(inputs: Inputs) -> Inputs:
+    """A cache is kept, which transformers does where it is told nothing."""
+    return {k: v for k, v in inputs.items() if k != "use_cache"}
+
+
+def shortened(inputs: Inputs) -> Inputs:
+    """Three batches of three lengths (:func:`step` makes them): sizes are dynamic from the second on."""
+    return inputs
+
+
+def evaluated(inputs: Inputs) -> Inputs:
+    """Evaluation without gradients."""
+    return inputs
+
+
+# ---------------------------------------------------------------- what is done with a model before
+
+
+def frozen(model: torch.nn.Module) -> None:
+    """Two of three parameters are frozen."""
+    for i, p in enumerate(model.parameters()):
+        p.requires_grad_(i % 3 == 1)
+
+
+def checkpointed(model: torch.nn.Module) -> None:
+    model.gradient_checkpointing_enable()  # type: ignore[operator]
+
+
+def adapted(model: torch.nn.Module) -> None:
+    """LoRA by hand: linear layers of the first layer have a second path; all else is frozen."""
+    model.requires_grad_(False)
+    generator = torch.Generator().manual_seed(7)
+    for linear in [m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and ".0." in n]:
+        kind: dict[str, Any] = dict(generator=generator, dtype=linear.weight.dtype)
+        linear.lora_a = torch.nn.Parameter(torch.randn(4, linear.in_features, **kind) / 8)
+        linear.lora_b = torch.nn.Parameter(torch.randn(linear.out_features, 4, **kind) / 8)
+        linear.register_forward_hook(lambda m, x, y: y + F.linear(F.linear(x[0], m.lora_a), m.lora_b) * 0.5)
+
+
+CALLS: dict[str, Callable[[Inputs], Inputs]] = {
+    f.__name__: f
+    for f in (padded, padded_left, packed, embedded, unlabelled, counted, told_all, cached, shortened, evaluated)
+}
+CHANGES: dict[str, Callable[[torch.nn.Module], None]] = {f.__name__: f for f in (frozen, checkpointed, adapted)}
+USES = (*CALLS, *CHANGES)
+
+
+# ---------------------------------------------------------------- the comparison
+
+
+def step(run: Callable[..., Any], model: torch.nn.Module, inputs: Inputs, parts: list[str]) -> Tensors:
+    """By name every floating tensor that two calls return, every gradient and, at the end, every buffer. Weights move
+    between the calls and are put back."""
+    found: Tensors = {}
+    train = "evaluated" not in parts
+    model.train(train)
+    before = [p.detach().clone() for p in model.parameters()]
+    for number, length in enumerate((16, 11, 13) if "shortened" in parts else (None, None)):
+        given = {k: v[:, :length] if torch.is_tensor(v) and v.dim() else v for k, v in inputs.items()}
+        if "inputs_embeds" in given:
+            with torch.no_grad():
+                states = model.get_input_embeddings()(torch.arange(32).view(2, 16)[:, :length] + 3)  # type: ignore[operator]
+            given["inputs_embeds"] = states.requires_grad_()
+        torch.manual_seed(1)  # some routers add noise
+        with contextlib.nullcontext() if train else torch.no_grad():
+            result = run(**given)
+        values = [v.detach() for v in pytree.tree_leaves(dict(result)) if torch.is_tensor(v) and v.is_floating_point()]
+        if (mask := given.get("attention_mask")) is not None:  # nobody reads what a padded token gives
+            values = [v[mask.bool()] if v.shape[:2] == mask.shape else v for v in values]
+        found |= {f"{number}: result {i}": v.clone() for i, v in enumerate(values)}
+        if train:
+            loss = getattr(result, "loss", None)
+            (result.logits.logsumexp(-1).square().mean() + result.logits.std() if loss is None else loss).backward()
+            if "inputs_embeds" in given:
+                found[f"{number}: inputs_embeds"] = given["inputs_embeds"].grad
+            found |= {f"{number}: {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
+            with torch.no_grad():
+                for p in model.parameters():
+                    if p.grad is not None:
+                        p.sub_(p.grad, alpha=1e-3)
+                        p.grad = None
+    found |= {f"buffer {n}": b.clone() for n, b in model.named_buffers() if b.is_floating_point()}
+    with torch.no_grad():
+        for p, value in zip(model.parameters(), before):
+            p.copy_(value)
+    return found
+
+
+def difference(expected: Tensors, found: Tensors) -> tuple[float, str]:
+    """The largest difference, relative to the tensor's largest element or, where that is more, to 1e-4 of the step's,
+    and of what. A gradient of zeros is none."""
+    for name in sorted(expected.keys() ^ found.keys()):
+        if (expected | found)[name].any():
+            return float("inf"), f"{name} appeared or disappeared"
+    steps = {name.split(":")[0] for name in expected}
+    floor = {s: max((_largest(v) for n, v in expected.items() if n.split(":")[0] == s), default=0.0) for s in steps}
+    worst = (0.0, "")
+    for name in expected.keys() & found.keys():
+        want, have = expected[name], found[name]
+        if have.shape != want.shape or have.dtype != want.dtype:
+            return float("inf"), f"{name}: {have.dtype} {tuple(have.shape)} for {want.dtype} {tuple(want.shape)}"
+        if not torch.equal(want.isfinite(), have.isfinite()):
+            return float("inf"), f"{name} is infinite or not a number in other places"
+        scale = max(_largest(want), 1e-4 * floor[name.split(":")[0]], 1e-30)
+        worst = max(worst, (_largest(have - want) / scale, name))
+    return worst
+
+
+def _largest(x: torch.Tensor) -> float:
+    return x.detach().abs().nan_to_num(0, 0).max().item() if x.numel() else 0.0
+
+
+def one(name: str, use: str, codegen: str = "eager", seconds: int = 300) -> tuple[str, str]:
+    """("equal", "unbuilt" or "differs", what is known of it) of a model used in ``use``, ways of :data:`USES` with +
+    between them; what one of torch's own backends does as well is equal."""
+    table.quiet()
+    signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(TimeoutError(f"more than {seconds} seconds")))
+    signal.alarm(seconds)
+    try:
+        return _compared(name, use.split("+"), codegen)
+    finally:
+        signal.alarm(0)
+
+
+def _compared(name: str, parts: list[str], codegen: str) -> tuple[str, str]:
+    def through(backend: str, **settings: Any) -> Tensors:
+        torch._dynamo.reset()
+        return step(torch.compile(model, backend=backend, **settings), model, inputs, parts)
+
+    try:
+        try:
+            model, inputs = architectures.build(name, attention="sdpa")
+        except ValueError:  # a model that has no such attention
+            model, inputs = architectures.build(name)
+        for part in parts:
+            CHANGES.get(part, lambda model: None)(model)
+            inputs = CALLS.get(part, lambda inputs: inputs)(inputs)
+        expected = step(model, model, inputs, parts)
+        if any(v.isnan().any() for v in expected.values()):
+            return "unbuilt", "eager PyTorch's values are not numbers"
+    except Exception as error:  # noqa: BLE001  the model is not ours
+        return "unbuilt", table.one_line(error)
+    try:
+        far, what = difference(expected, through("mindspeed", options={"codegen": codegen}))
+        if far <= TOLERANCE:
+            return "equal", f"{far:.0e}"
+    except Exception as error:  # noqa: BLE001
+        far, what = float("inf"), table.one_line(error)
+    others = {"moved": moved(model, inputs, parts, expected)} if far < float("inf") else {}
+    for backend in ("eager", "aot_eager"):
+        try:
+            others[backend] = difference(expected, through(backend))[0]
+        except Exception:  # noqa: BLE001
+            others[backend] = float("inf")
+    text = f"{far:.0e} {what} (" + ", ".join(f"{k} {v:.0e}" for k, v in others.items()) + ")"
+    return ("equal" if far < float("inf") and far <= max(others.values()) else "differs"), text
+
+
+def moved(model: torch.nn.Module, inputs: Inputs, parts: list[str], expected: Tensors) -> float:
+    """How far eager PyTorch's values move with every weight."""
+    kept = [p.detach().clone() for p in model.parameters()]
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1 + ROUNDING * torch.randn(p.shape, generator=generator).to(p.dtype))
+    found = difference(expected, step(model, model, inputs, parts))[0]
+    with torch.no_grad():
+        for p, value in zip(model.parameters(), kept):
+            p.copy_(value)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("architectures", nargs="*", help="causal models of transformers; all by default")
+    parser.add_argument("--use", action="append", help=f"{', '.join(USES)}; several with +; each by itself by default")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--codegen", choices=("eager", "inductor"), default="eager")
+    args = parser.parse_args()
+    for part in {part for use in args.use or () for part in use.split("+")} - {*USES}:
+        parser.error(f"--use {part}: valid: {', '.join(USES)}")
+    spawn, counts = multiprocessing.get_context("spawn"), Counter[str]()
+    with concurrent.futures.ProcessPoolExecutor(args.jobs, spawn, torch.set_num_threads, (1,)) as pool:
+        work = [(n, use) for use in args.use or USES for n in args.architectures or architectures.names()]
+        waiting = {pool.submit(one, *case, args.codegen): case for case in work}
+        for done in concurrent.futures.as_completed(waiting):
+            name, use = waiting[done]
+            kind, text = done.result()
+            counts[kind] += 1
+            print(f"{kind:8} {use:12} {name:24} {text}", flush=True)
+    print(", ".join(f"{n} {kind}" for kind, n in counts.items()))
+
+
+if __name__ == "__main__":
+    main()
