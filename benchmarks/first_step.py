@@ -1,4 +1,5 @@
-"""The first step of a deep model: Inductor, mindspeed, and mindspeed with the code of every layer made for itself.
+"""The first step of a deep model: Inductor, mindspeed, mindspeed with the code of every layer made for itself, and both
+with every layer marked by ``torch.compiler.nested_compile_region``, so that Dynamo reads one of them.
 
     python -m benchmarks.first_step [--layers 4,32] [--rounds 1] [--steps 9]
 
@@ -28,6 +29,8 @@ RIVALS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "inductor": ("inductor", None),
     "mindspeed": ("mindspeed", {}),
     "mindspeed, each layer": ("mindspeed", EACH),
+    "inductor, marked": ("inductor", None),
+    "mindspeed, marked": ("mindspeed", {}),
 }
 
 
@@ -52,6 +55,9 @@ def child(layers: int, rival: str) -> None:
     """One process: the seconds of the first step."""
     model, inputs = build(layers)
     model(**inputs).loss.backward()  # eager once: no rival pays for loading libraries
+    if rival.endswith("marked"):
+        kind = type(model.model.layers[0])
+        kind.forward = torch.compiler.nested_compile_region(kind.forward)
     backend, options = RIVALS[rival]
     start = time.perf_counter()
     torch.compile(model, backend=backend, options=options, fullgraph=True)(**inputs).loss.backward()

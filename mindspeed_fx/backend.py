@@ -20,6 +20,7 @@ from mindspeed_fx.capture import CaptureError, capture, explain_unread, isolate,
 from mindspeed_fx.compat import (
     aot_inputs,
     bisector,
+    called_graphs,
     distributed,
     dynamo,
     fake,
@@ -129,6 +130,7 @@ class Compilation:
         try:
             with self._timed("compile"), self._progress(), without_collection(), fake.remembering_calls():
                 copy = graph_inputs.copy_dynamo_graph(gm)
+                called_graphs.inline_regions(copy)
                 compiled = self._compile(copy, inputs)
                 graph_inputs.drop_owner(copy)
         except BaseException:

@@ -62,7 +62,7 @@ def some_left(
         notes.append(
             "rows that the masks hide whole become zero: the model sets hidden scores to "
             f"{both}{'' if len(fills) > 1 else ' and adds another mask'}, so that such rows have other weights; "
-            "padding on the left makes some, and the label of the first token after it reads the last of them: ignore it"
+            "padding on the left makes some, and the label of the first token after it reads the last: ignore it"
         )
         return None
     if not all(_finite(m) for _, m in added):
