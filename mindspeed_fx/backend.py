@@ -17,10 +17,10 @@ import torch.fx as fx
 
 from mindspeed_fx import host_heap
 from mindspeed_fx.capture import CaptureError, capture, explain_unread, isolate, keeps_writes
+from mindspeed_fx.capture.regions import inline_regions
 from mindspeed_fx.compat import (
     aot_inputs,
     bisector,
-    called_graphs,
     distributed,
     dynamo,
     fake,
@@ -130,7 +130,7 @@ class Compilation:
         try:
             with self._timed("compile"), self._progress(), without_collection(), fake.remembering_calls():
                 copy = graph_inputs.copy_dynamo_graph(gm)
-                called_graphs.inline_regions(copy)
+                inline_regions(copy)
                 compiled = self._compile(copy, inputs)
                 graph_inputs.drop_owner(copy)
         except BaseException:

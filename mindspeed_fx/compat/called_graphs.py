@@ -9,8 +9,6 @@ from typing import Any, Sequence
 import torch
 import torch.fx as fx
 
-from mindspeed_fx.compat.graph_inputs import copy_dynamo_graph
-
 
 @functools.cache
 def keep_inputs() -> None:
@@ -58,42 +56,6 @@ def keep_equal_values() -> None:
         return new is old or compare(new, old, *args, **kwargs)
 
     fx_utils._is_fake_tensor_same = is_same
-
-
-def inline_regions(gm: fx.GraphModule) -> None:
-    """The calls of regions in a copy of Dynamo's graph -> what they call, in place, as Dynamo gives it of code without
-    the mark (``torch.compiler.nested_compile_region``). The mark has done its work: Dynamo has read one region for all.
-    From here on layers that are alike are shared where that costs nothing. Regions with options of their own stay.
-    """
-    for body in [m for m in gm.children() if isinstance(m, fx.GraphModule)]:
-        inline_regions(body)  # of checkpoints and other regions
-    for call in gm.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph):
-        region = call.args[0]
-        body = getattr(gm, region.target)
-        if body.meta.get("nested_region_config") is None:
-            _inline(gm, call, body)
-            if not region.users:
-                gm.graph.erase_node(region)
-            if all(n.target != region.target for n in gm.graph.find_nodes(op="get_attr")):
-                delattr(gm, region.target)
-
-
-def _inline(gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule) -> None:
-    _, _, *inputs = call.args
-    made: dict[fx.Node, fx.Node] = dict(zip(body.graph.find_nodes(op="placeholder"), inputs, strict=True))
-    with gm.graph.inserting_before(call):
-        results = gm.graph.graph_copy(body.graph, made)
-    for old, new in made.items():
-        if old.op == "get_attr":  # a graph that the region calls: passes change it in place, for one caller
-            new.target = f"{call.name}_{old.target}"
-            own = getattr(body, old.target)
-            setattr(gm, new.target, copy_dynamo_graph(own) if isinstance(own, fx.GraphModule) else own)
-        if old.op != "placeholder":
-            new.meta = dict(new.meta)
-    for item in list(call.users):
-        item.replace_all_uses_with(results[item.args[1]])
-        gm.graph.erase_node(item)
-    gm.graph.erase_node(call)
 
 
 def call_subgraph(

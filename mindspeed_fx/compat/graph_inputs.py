@@ -36,6 +36,12 @@ def copy_dynamo_graph(gm: fx.GraphModule) -> fx.GraphModule:
     return copy
 
 
+def source_name(node: fx.Node) -> str:
+    """Where Dynamo takes an input of its graph from, as Python would read it; empty where it does not say."""
+    name = getattr(getattr(node, "_dynamo_source", None), "name", "")
+    return name() if callable(name) else name  # a method until torch 2.11
+
+
 def drop_owner(gm: fx.GraphModule) -> None:
     """End the circle of a module and its graph once it is compiled: the tensors that the module holds, the states of an
     optimizer among them, go when their owner lets them go, not with the next collection of garbage."""

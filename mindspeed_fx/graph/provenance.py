@@ -20,11 +20,11 @@ def origin_path(node: fx.Node) -> str:
 
 
 def _path(stack: Any) -> str:
-    return _spelled(list(stack.values())[-1][0]) if stack else ""
+    return spelled(list(stack.values())[-1][0]) if stack else ""
 
 
 @functools.lru_cache(maxsize=2**16)
-def _spelled(path: str) -> str:
+def spelled(path: str) -> str:
     """Dynamo's name of a module as ``named_modules`` has it."""
     path = re.sub(r"^L\['\w+'\]\.?", "", path)
     path = re.sub(r"\._modules\['([^']+)'\]|\['([^']+)'\]", lambda m: "." + (m.group(1) or m.group(2)), path)

@@ -1,0 +1,114 @@
+"""Regions that the caller marked by torch.compiler.nested_compile_region."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from mindspeed_fx.capture.regions import inline_regions
+from mindspeed_fx.compat.graph_inputs import copy_dynamo_graph
+from mindspeed_fx.report import recorder
+
+
+class Marked(torch.nn.Module):
+    """Layers of which each calls one region: a norm, a checkpointed gate, a branch of the data, and random numbers."""
+
+    def __init__(self, layers):
+        super().__init__()
+        parts = lambda: dict(norm=torch.nn.RMSNorm(16), gate=torch.nn.Linear(16, 32), down=torch.nn.Linear(16, 16))  # noqa: E731
+        self.layers = torch.nn.ModuleList(torch.nn.ModuleDict(parts()) for _ in range(layers))
+
+    def forward(self, x, region):
+        for layer in self.layers:
+            x, beside = region(layer, x)
+        return (x + beside).square().mean()
+
+
+def gated(layer, x):
+    def gate(h):
+        a, b = layer["gate"](h).chunk(2, -1)
+        return layer["down"](F.silu(a) * b)
+
+    h = layer["norm"](x)
+    h = F.dropout(h, 0.2) + checkpoint(gate, h, use_reentrant=False)
+    return x + torch.cond(h.sum() > 0, torch.sin, torch.cos, (h,)), h
+
+
+@torch.compiler.nested_compile_region
+def inner_region(layer, x):
+    return gated(layer, x)
+
+
+@torch.compiler.nested_compile_region
+def outer_region(layer, x):
+    h, beside = inner_region(layer, x * 0.5)
+    return x + h, beside
+
+
+def within_none(layer, x):
+    h, beside = gated(layer, x * 0.5)
+    return x + h, beside
+
+
+@pytest.mark.parametrize("layers", [3, 8])
+def test_regions_are_fused_as_code_that_is_not_marked(layers):
+    """Regions inside of regions, with a checkpoint and a branch: the same rewrites, graphs and bits."""
+    torch.manual_seed(0)
+    model, x = Marked(layers).double(), torch.randn(4, 16, dtype=torch.float64)
+    results = []
+    for region in (within_none, outer_region):
+        torch._dynamo.reset()
+        model.zero_grad()
+        torch.manual_seed(1)
+        with recorder.collecting() as graphs:
+            compiled = torch.compile(model, backend="mindspeed", fullgraph=True, options={"codegen": "eager"})
+            loss = compiled(x, region)
+            loss.backward()
+            (graph,) = graphs
+        sites = [(s.operator, s.module, s.source) for run in graph.runs for s in run.report.rewrites]
+        results.append((sites, [loss.detach(), *(p.grad.clone() for p in model.parameters())]))
+    (sites, expected), (marked, found) = results
+    assert marked == sites and [m for _, m, _ in sites if "norm" in m] == [f"layers.{i}.norm" for i in range(layers)]
+    assert all(map(torch.equal, expected, found))
+
+
+def test_marked_layers_are_left_out_of_what_is_traced(monkeypatch):
+    records, begin = [], recorder.begin
+    monkeypatch.setattr(recorder, "begin", lambda *args: records.append(begin(*args)) or records[-1])
+    torch._dynamo.reset()
+    x = torch.randn(4, 16, requires_grad=True)
+    weights = [torch.randn(16, 16, requires_grad=True) for _ in range(9)]
+
+    @torch.compiler.nested_compile_region
+    def region(x, w):
+        return x + F.silu((x @ w).cos() * (x.sin() @ w)).tanh() * (x.exp() + w.sum()).rsqrt()
+
+    def run(x, weights):
+        for w in weights:
+            x = region(x, w)
+        return x.sum()
+
+    torch.compile(run, backend="mindspeed", options={"codegen": "eager"}, dynamic=False)(x, weights).backward()
+    assert records[-1].effective["layers"] == "4 are copies of others"
+
+
+def test_a_region_with_options_of_its_own_stays():
+    @torch.compiler.nested_compile_region
+    def region(x):
+        return x.sin()
+
+    graphs = []
+    torch._dynamo.reset()
+    torch.compile(lambda x: region(region(x)), backend=lambda gm, inputs: graphs.append(gm) or gm)(torch.ones(2))
+    (graph,) = graphs
+    for options, count in (("theirs", 2), (None, 0)):
+        for body in graph.children():
+            body.meta["nested_region_config"] = options
+        copy = copy_dynamo_graph(graph)
+        inline_regions(copy)
+        calls = copy.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph)
+        assert len(calls) == count and len(list(copy.children())) == bool(count)
+        copy.graph.lint()
+    assert any(n.target is torch.ops.higher_order.invoke_subgraph for n in graph.graph.nodes)  # Dynamo's own is left
