@@ -7,13 +7,17 @@ alike are shared where that costs nothing (:mod:`mindspeed_fx.partition.shorten`
 
 from __future__ import annotations
 
-import itertools
+import operator
+from typing import Any
 
 import torch
 import torch.fx as fx
 
+from mindspeed_fx.compat.called_graphs import has_options
 from mindspeed_fx.compat.graph_inputs import copy_dynamo_graph, source_name
 from mindspeed_fx.graph.provenance import module_path, spelled
+
+Path = tuple[str, ...]
 
 
 def inline_regions(gm: fx.GraphModule) -> None:
@@ -24,7 +28,7 @@ def inline_regions(gm: fx.GraphModule) -> None:
     for call in gm.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph):
         region = call.args[0]
         body = getattr(gm, region.target)
-        if body.meta.get("nested_region_config") is not None:
+        if has_options(body) or any(user.target is not operator.getitem for user in call.users):
             continue
         _inline(gm, call, body)
         if not region.users:
@@ -35,39 +39,44 @@ def inline_regions(gm: fx.GraphModule) -> None:
 
 def _inline(gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule) -> None:
     _, _, *inputs = call.args
-    made: dict[fx.Node, fx.Node] = dict(zip(body.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    made: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), inputs, strict=True))
     moved = _moved(made)
     with gm.graph.inserting_before(call):
         results = gm.graph.graph_copy(body.graph, made)
     for old, new in made.items():
+        if old.op == "placeholder":
+            continue
         if old.op == "get_attr":  # a graph that the region calls: passes change it in place, for one caller
             new.target = f"{call.name}_{old.target}"
             own = getattr(body, old.target)
             setattr(gm, new.target, copy_dynamo_graph(own) if isinstance(own, fx.GraphModule) else own)
-        if old.op != "placeholder" and moved and new.meta.get("nn_module_stack"):
-            stack = new.meta["nn_module_stack"].items()
-            new.meta["nn_module_stack"] = {k: (_renamed(path, moved), kind) for k, (path, kind) in stack}
+        if moved and (stack := new.meta.get("nn_module_stack")):
+            new.meta["nn_module_stack"] = {k: (_renamed(path, moved), kind) for k, (path, kind) in stack.items()}
     for item in list(call.users):
         item.replace_all_uses_with(results[item.args[1]])
         gm.graph.erase_node(item)
     gm.graph.erase_node(call)
 
 
-def _moved(inputs: dict[fx.Node, fx.Node]) -> dict[tuple[str, ...], tuple[str, ...]]:
-    """Of the inputs of a region that was read for another layer: this layer for that one, each a path of names. Weights
-    tell, by their place in the model."""
-    moved: dict[tuple[str, ...], tuple[str, ...]] = {}
+def _moved(inputs: dict[fx.Node, Any]) -> dict[Path, Path]:
+    """Of the inputs of a region that was read for one layer and is called for another: where the modules of that one
+    are -> where those of the other are. Weights tell, by their place in the model."""
+    moved: dict[Path, Path] = {}
     for old, new in inputs.items():
-        if new.op != "placeholder":  # made by the layer before
+        if not isinstance(new, fx.Node) or new.op != "placeholder":  # a number, or made by the layer before
             continue
-        names, others = module_path(old).split("."), (spelled(source_name(new)) or module_path(new)).split(".")
-        same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(names, others))))
-        if same < min(len(names), len(others)) and names[same].isdigit() and others[same].isdigit():
-            moved.setdefault(tuple(names[: same + 1]), tuple(others[: same + 1]))
+        names, others = (
+            tuple(path.split(".")) for path in (module_path(old), spelled(source_name(new)) or module_path(new))
+        )
+        differ = [i for i, pair in enumerate(zip(names, others)) if pair[0] != pair[1]]
+        if differ and all(names[i].isdigit() and others[i].isdigit() for i in differ):
+            moved.setdefault(names[: differ[-1] + 1], others[: differ[-1] + 1])
     return moved
 
 
-def _renamed(path: str, moved: dict[tuple[str, ...], tuple[str, ...]]) -> str:
+def _renamed(path: str, moved: dict[Path, Path]) -> str:
     names = tuple(spelled(path).split("."))
-    layer = next((old for old in sorted(moved, key=len, reverse=True) if names[: len(old)] == old), ())
-    return ".".join((*moved.get(layer, ()), *names[len(layer) :]))
+    for old, new in moved.items():
+        if (n := min(len(old), len(names))) and names[:n] == old[:n]:
+            return ".".join((*new[:n], *names[n:]))
+    return ".".join(names)

@@ -58,6 +58,12 @@ def keep_equal_values() -> None:
     fx_utils._is_fake_tensor_same = is_same
 
 
+def has_options(region: fx.GraphModule) -> bool:
+    """Whether a region that the caller marked is to be compiled with options of its own
+    (``nested_compile_region(options=...)``, torch 2.12 and later)."""
+    return region.meta.get("nested_region_config") is not None
+
+
 def call_subgraph(
     graph: fx.Graph, body: fx.Node, inputs: Sequence[fx.Node], results: Sequence[fx.Node]
 ) -> list[fx.Node]:

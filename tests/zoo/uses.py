@@ -122,11 +122,23 @@ def adapted(model: torch.nn.Module) -> None:
         linear.register_forward_hook(lambda m, x, y: y + F.linear(F.linear(x[0], m.lora_a), m.lora_b) * 0.5)
 
 
+def marked(model: torch.nn.Module) -> None:
+    """Layers are regions that Dynamo reads once (``torch.compiler.nested_compile_region``)."""
+    kinds: dict[type, type] = {}
+    for layers in [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]:
+        for layer in layers:
+            kind = type(layer)
+            if kind not in kinds:
+                region = torch.compiler.nested_compile_region(kind.forward)
+                kinds[kind] = type(kind.__name__, (kind,), {"forward": region})
+            layer.__class__ = kinds[kind]
+
+
 CALLS: dict[str, Callable[[Inputs], Inputs]] = {
     f.__name__: f
     for f in (padded, padded_left, packed, embedded, unlabelled, counted, told_all, cached, shortened, evaluated)
 }
-CHANGES: dict[str, Callable[[torch.nn.Module], None]] = {f.__name__: f for f in (frozen, checkpointed, adapted)}
+CHANGES: dict[str, Callable[[torch.nn.Module], None]] = {f.__name__: f for f in (frozen, checkpointed, adapted, marked)}
 USES = (*CALLS, *CHANGES)
 
 
