@@ -39,11 +39,11 @@ def inline_regions(gm: fx.GraphModule) -> None:
 
 def _inline(gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule) -> None:
     _, _, *inputs = call.args
-    made: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), inputs, strict=True))
-    moved = _moved(made)
+    copies: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    moved = _moved(copies)
     with gm.graph.inserting_before(call):
-        results = gm.graph.graph_copy(body.graph, made)
-    for old, new in made.items():
+        results = gm.graph.graph_copy(body.graph, copies)
+    for old, new in copies.items():
         if old.op == "placeholder":
             continue
         if old.op == "get_attr":  # a graph that the region calls: passes change it in place, for one caller
