@@ -11,6 +11,7 @@ QUICK = {
     "gpt2": "padded_left+cached+counted",
     "gemma3_text": "packed+frozen",
     "mamba": "evaluated+cached",
+    "qwen2": "marked+unlabelled",
 }
 MORE = ("bloom", "cohere2", "deepseek_v3", "falcon_h1", "gpt_oss", "lfm2", "mixtral", "qwen3_next", "xglm")
 TOGETHER = (
@@ -24,7 +25,7 @@ TOGETHER = (
 
 @pytest.mark.parametrize("name", QUICK)
 def test_a_use_gives_what_it_gives_eager(name):
-    kind, text = uses.one(name, QUICK[name])
+    kind, text = uses.compared(name, QUICK[name])
     assert kind == "equal" and len(text) == len("1e-07"), text
 
 
@@ -32,7 +33,7 @@ def test_a_use_gives_what_it_gives_eager(name):
 @pytest.mark.parametrize("use", TOGETHER)
 @pytest.mark.parametrize("name", MORE)
 def test_more_uses_of_more_models(name, use):
-    kind, text = uses.one(name, use)
+    kind, text = uses.compared(name, use)
     assert kind in ("equal", "unbuilt"), text
 
 
@@ -57,5 +58,5 @@ def test_what_ours_alone_gives_is_seen(monkeypatch):
         return run
 
     monkeypatch.setattr(torch, "compile", compiled)
-    kind, text = uses.one("gpt2", "evaluated")
+    kind, text = uses.compared("gpt2", "evaluated")
     assert kind == "differs" and text.startswith("1e-03 ") and "aot_eager 0e+00" in text

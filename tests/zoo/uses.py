@@ -207,19 +207,22 @@ def _largest(x: torch.Tensor) -> float:
     return x.detach().abs().nan_to_num(0, 0).max().item() if x.numel() else 0.0
 
 
-def one(name: str, use: str, codegen: str = "eager", seconds: int = 300) -> tuple[str, str]:
-    """("equal", "unbuilt" or "differs", what is known of it) of a model used in ``use``, ways of :data:`USES` with +
-    between them; what one of torch's own backends does as well is equal."""
+def one(name: str, use: str, codegen: str, seconds: int = 300) -> tuple[str, str]:
+    """:func:`compared` in a process of its own: nothing but the result is told, in so many seconds."""
     table.quiet()
     signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(TimeoutError(f"more than {seconds} seconds")))
     signal.alarm(seconds)
     try:
-        return _compared(name, use.split("+"), codegen)
+        return compared(name, use, codegen)
     finally:
         signal.alarm(0)
 
 
-def _compared(name: str, parts: list[str], codegen: str) -> tuple[str, str]:
+def compared(name: str, use: str, codegen: str = "eager") -> tuple[str, str]:
+    """("equal", "unbuilt" or "differs", what is known of it) of a model used in ``use``, ways of :data:`USES` with +
+    between them; what one of torch's own backends does as well is equal."""
+    parts = use.split("+")
+
     def through(backend: str, **settings: Any) -> Tensors:
         torch._dynamo.reset()
         return step(torch.compile(model, backend=backend, **settings), model, inputs, parts)
