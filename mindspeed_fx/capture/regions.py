@@ -15,6 +15,7 @@ import torch.fx as fx
 
 from mindspeed_fx.compat.called_graphs import has_options
 from mindspeed_fx.compat.graph_inputs import copy_dynamo_graph, source_name
+from mindspeed_fx.graph.edit import stand_in
 from mindspeed_fx.graph.provenance import module_path, spelled
 
 Path = tuple[str, ...]
@@ -33,7 +34,7 @@ def inline_regions(gm: fx.GraphModule) -> None:
         _inline(gm, call, body)
         if not region.users:
             gm.graph.erase_node(region)
-        if all(n.target != region.target for n in gm.graph.find_nodes(op="get_attr")):
+        if not gm.graph.find_nodes(op="get_attr", target=region.target):
             delattr(gm, region.target)
 
 
@@ -52,10 +53,7 @@ def _inline(gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule) -> None:
             setattr(gm, new.target, copy_dynamo_graph(own) if isinstance(own, fx.GraphModule) else own)
         if moved and (stack := new.meta.get("nn_module_stack")):
             new.meta["nn_module_stack"] = {k: (_renamed(path, moved), kind) for k, (path, kind) in stack.items()}
-    for item in list(call.users):
-        item.replace_all_uses_with(results[item.args[1]])
-        gm.graph.erase_node(item)
-    gm.graph.erase_node(call)
+    stand_in(call, results)
 
 
 def _moved(inputs: dict[fx.Node, Any]) -> dict[Path, Path]:

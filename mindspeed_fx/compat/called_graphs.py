@@ -60,7 +60,7 @@ def keep_equal_values() -> None:
 
 def has_options(region: fx.GraphModule) -> bool:
     """Whether a region that the caller marked is to be compiled with options of its own
-    (``nested_compile_region(options=...)``, torch 2.12 and later)."""
+    (``nested_compile_region(options=...)``)."""
     return region.meta.get("nested_region_config") is not None
 
 

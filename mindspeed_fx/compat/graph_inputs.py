@@ -38,8 +38,7 @@ def copy_dynamo_graph(gm: fx.GraphModule) -> fx.GraphModule:
 
 def source_name(node: fx.Node) -> str:
     """Where Dynamo takes an input of its graph from, as Python would read it; empty where it does not say."""
-    name = getattr(getattr(node, "_dynamo_source", None), "name", "")
-    return name() if callable(name) else name  # a method until torch 2.11
+    return getattr(getattr(node, "_dynamo_source", None), "name", "")
 
 
 def drop_owner(gm: fx.GraphModule) -> None:

@@ -1,8 +1,9 @@
-"""Nodes that nobody reads leave a graph, and the values they hold with them."""
+"""Nodes leave a graph, and the values they hold with them: those that nobody reads, and calls that others stand for."""
 
 from __future__ import annotations
 
 import operator
+from typing import Sequence
 
 import torch
 import torch.fx as fx
@@ -26,6 +27,14 @@ def release(node: fx.Node) -> None:
         node.graph.erase_node(node)
         for n in inputs:
             release(n)
+
+
+def stand_in(call: fx.Node, results: Sequence[fx.Node]) -> None:
+    """``results`` in place of what ``call`` returns, which is read by ``operator.getitem`` alone; the call leaves."""
+    for item in list(call.users):
+        item.replace_all_uses_with(results[item.args[1]])
+        call.graph.erase_node(item)
+    call.graph.erase_node(call)
 
 
 def is_pure(node: fx.Node) -> bool:

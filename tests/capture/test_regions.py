@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from mindspeed_fx.capture.regions import inline_regions
 from mindspeed_fx.compat.graph_inputs import copy_dynamo_graph
+from mindspeed_fx.planning.simulate import simulate
 from mindspeed_fx.report import recorder
+from mindspeed_fx.sharding.plan import Plan
 
 
 class Marked(torch.nn.Module):
@@ -112,3 +116,54 @@ def test_a_region_with_options_of_its_own_stays():
         assert len(calls) == count and len(list(copy.children())) == bool(count)
         copy.graph.lint()
     assert any(n.target is torch.ops.higher_order.invoke_subgraph for n in graph.graph.nodes)  # Dynamo's own is left
+
+
+class Layers(torch.nn.Module):
+    """Ten layers, each a region that Dynamo keeps in up to ``kept`` forms."""
+
+    def __init__(self, kept):
+        super().__init__()
+
+        class Layer(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear, self.act = torch.nn.Linear(8, 8, dtype=torch.float64), torch.nn.SiLU()
+
+            def forward(self, x):
+                return x + self.act(self.linear(x))
+
+        Layer.forward = torch.compiler.nested_compile_region(Layer.forward, **kept)
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(10))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+needs_reuse = pytest.mark.skipif(
+    "max_reuse_entries" not in inspect.signature(torch.compiler.nested_compile_region).parameters,
+    reason="this torch reads every region",
+)
+
+
+@needs_reuse
+def test_torch_does_not_guard_the_layers_that_it_did_not_read():
+    """What docs/guide/debugging.md warns of, and why nothing is marked by itself."""
+    model, x = Layers({}), torch.randn(4, 8, dtype=torch.float64)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    before = compiled(x)
+    model.layers[5].act = torch.nn.ReLU()
+    assert torch.equal(compiled(x), before) and not torch.allclose(model(x), before)
+
+
+@needs_reuse
+def test_layers_of_a_parallelized_model_are_read_each():
+    rows, x = Plan("rows", ("dp",), inputs={"*": {"dp": "S(0)"}}), torch.randn(4, 8, dtype=torch.float64)
+    with pytest.raises(Exception, match="max_reuse_entries"):
+        simulate(Layers({}), {"dp": 2}, rows, x)
+    model = Layers({"max_reuse_entries": 100})
+    model(x).backward()
+    gradients = simulate(model, {"dp": 2}, rows, x).gradients
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(gradients[name], p.grad)

@@ -23,12 +23,13 @@ def difference(ours: dict[str, torch.Tensor], eager: dict[str, torch.Tensor]) ->
     largest: dict[str, float] = {}
     for name, value in eager.items():
         group = name.split(".")[0]
-        largest[group] = max(largest.get(group, 0.0), _largest(value))
+        largest[group] = max(largest.get(group, 0.0), largest_of(value))
     offs = ((_off(ours[n], eager[n], SMALLEST * largest[n.split(".")[0]]), n) for n in eager)
     return max(offs, key=lambda pair: pair[0])
 
 
-def _largest(value: torch.Tensor) -> float:
+def largest_of(value: torch.Tensor) -> float:
+    """The largest finite absolute value."""
     if not (value.is_floating_point() or value.is_complex()):
         return 0.0
     finite = value[value.isfinite()].abs()

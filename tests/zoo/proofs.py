@@ -14,7 +14,6 @@ import collections
 import datetime
 import pathlib
 import re
-import signal
 import time
 
 import torch
@@ -31,22 +30,16 @@ def row(name: str, sources: dict[str, str]) -> str:
     """One row of the page: counts by state, "pass proved/sites" and the reasons of what is not proved."""
     from tests.zoo import architectures
 
-    signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(TimeoutError(f"more than {SECONDS} seconds")))
-    signal.alarm(SECONDS)
+    failure = "not built"
     try:
-        model, inputs = architectures.made(name, sources)
-        model(**inputs)
-    except Exception as error:  # noqa: BLE001  the model is not ours
-        signal.alarm(0)
-        return f"| {name} | | | | | | not built: {table.one_line(error).replace('|', '/')} |"
-    try:
-        start = time.perf_counter()
-        graphs = captured_records(model, inputs, OPTIONS)
-        seconds = time.perf_counter() - start
+        with table.time_limit(SECONDS):
+            model, inputs = architectures.made(name, sources)
+            model(**inputs)
+            failure, start = "failed", time.perf_counter()
+            graphs = captured_records(model, inputs, OPTIONS)
+            seconds = time.perf_counter() - start
     except Exception as error:  # noqa: BLE001  goes into the page
-        return f"| {name} | | | | | | failed: {table.one_line(error).replace('|', '/')} |"
-    finally:
-        signal.alarm(0)
+        return f"| {name} | | | | | | {failure}: {table.one_line(error).replace('|', '/')} |"
     states: collections.Counter[str] = collections.Counter()
     passes: dict[str, collections.Counter[str]] = {}
     reasons: collections.Counter[str] = collections.Counter()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import datetime
 import logging
 import multiprocessing
@@ -19,6 +20,7 @@ import pathlib
 import re
 import signal
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -109,17 +111,30 @@ def one(
     name: str, sources: dict[str, str], narrow: bool, device: str = "cpu", seconds: int = SECONDS
 ) -> Row | tuple[str, str]:
     """The row of one architecture; ("unbuilt" or "failed", why) without one."""
-    from tests.zoo import architectures, modalities, others
-
     quiet()
+    with time_limit(seconds):
+        return _row_of(name, sources, narrow, device)
+
+
+@contextlib.contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    """TimeoutError in what takes longer. It takes the process's one alarm, which pytest's limits use, too."""
     signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(TimeoutError(f"more than {seconds} seconds")))
     signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
+def _row_of(name: str, sources: dict[str, str], narrow: bool, device: str) -> Row | tuple[str, str]:
+    from tests.zoo import architectures, modalities, others
+
     try:
         model, inputs = architectures.made(name, sources)
         model, inputs = model.to(device), pytree.tree_map_only(torch.Tensor, lambda x: x.to(device), inputs)
         model(**inputs).loss.backward()
     except Exception as error:  # noqa: BLE001  any reason at all: the model is not ours
-        signal.alarm(0)
         return "unbuilt", one_line(error)
     try:
         row = check(name, model, inputs)
@@ -137,8 +152,6 @@ def one(
         return "failed", one_line(error) + (
             " (so does torch's own aot_eager backend)" if fails_with_aot_eager(model, inputs) else ""
         )
-    finally:
-        signal.alarm(0)
 
 
 def _captured(name: str, model: torch.nn.Module, inputs: dict[str, Any]) -> Row | None:

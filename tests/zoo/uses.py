@@ -15,15 +15,15 @@ import argparse
 import concurrent.futures
 import contextlib
 import multiprocessing
-import signal
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 
+from tests.scenarios.compare import largest_of
 from tests.zoo import architectures, table
 
 Inputs = dict[str, Any]
@@ -64,8 +64,8 @@ def packed(inputs: Inputs) -> Inputs:
 
 
 def embedded(inputs: Inputs) -> Inputs:
-    """Embeddings with a gradient instead of ids (prompt tuning); :func:`step` makes them."""
-    return {k: v for k, v in inputs.items() if k != "input_ids"} | dict(inputs_embeds=None)
+    """Embeddings with a gradient instead of ids (prompt tuning), made of these ids when the model is called."""
+    return {k: v for k, v in inputs.items() if k != "input_ids"} | dict(inputs_embeds=torch.arange(3, 35).view(2, 16))
 
 
 def unlabelled(inputs: Inputs) -> Inputs:
@@ -151,36 +151,49 @@ def step(run: Callable[..., Any], model: torch.nn.Module, inputs: Inputs, parts:
     found: Tensors = {}
     train = "evaluated" not in parts
     model.train(train)
-    before = [p.detach().clone() for p in model.parameters()]
-    for number, length in enumerate((16, 11, 13) if "shortened" in parts else (None, None)):
-        given = {k: v[:, :length] if torch.is_tensor(v) and v.dim() else v for k, v in inputs.items()}
-        if "inputs_embeds" in given:
-            with torch.no_grad():
-                states = model.get_input_embeddings()(torch.arange(32).view(2, 16)[:, :length] + 3)  # type: ignore[operator]
-            given["inputs_embeds"] = states.requires_grad_()
-        torch.manual_seed(1)  # some routers add noise
-        with contextlib.nullcontext() if train else torch.no_grad():
-            result = run(**given)
-        values = [v.detach() for v in pytree.tree_leaves(dict(result)) if torch.is_tensor(v) and v.is_floating_point()]
-        if (mask := given.get("attention_mask")) is not None:  # nobody reads what a padded token gives
-            values = [v[mask.bool()] if v.shape[:2] == mask.shape else v for v in values]
-        found |= {f"{number}: result {i}": v.clone() for i, v in enumerate(values)}
-        if train:
-            loss = getattr(result, "loss", None)
-            (result.logits.logsumexp(-1).square().mean() + result.logits.std() if loss is None else loss).backward()
-            if "inputs_embeds" in given:
-                found[f"{number}: inputs_embeds"] = given["inputs_embeds"].grad
-            found |= {f"{number}: {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
-            with torch.no_grad():
-                for p in model.parameters():
-                    if p.grad is not None:
-                        p.sub_(p.grad, alpha=1e-3)
-                        p.grad = None
-    found |= {f"buffer {n}": b.clone() for n, b in model.named_buffers() if b.is_floating_point()}
-    with torch.no_grad():
-        for p, value in zip(model.parameters(), before):
-            p.copy_(value)
+    with kept_weights(model):
+        for number, length in enumerate((16, 11, 13) if "shortened" in parts else (None, None)):
+            given = {k: v[:, :length] if torch.is_tensor(v) and v.dim() else v for k, v in inputs.items()}
+            found |= {f"{number}: {name}": value for name, value in _call(run, model, given, train).items()}
+    return found | {f"buffer {n}": b.clone() for n, b in model.named_buffers() if b.is_floating_point()}
+
+
+def _call(run: Callable[..., Any], model: torch.nn.Module, given: Inputs, train: bool) -> Tensors:
+    """What one call returns, and its gradients, by which the weights are moved."""
+    if "inputs_embeds" in given:
+        with torch.no_grad():
+            given["inputs_embeds"] = model.get_input_embeddings()(given["inputs_embeds"])  # type: ignore[operator]
+        given["inputs_embeds"].requires_grad_()
+    torch.manual_seed(1)  # some routers add noise
+    with torch.set_grad_enabled(train):
+        result = run(**given)
+    values = [v.detach() for v in pytree.tree_leaves(dict(result)) if torch.is_tensor(v) and v.is_floating_point()]
+    if (mask := given.get("attention_mask")) is not None:  # nobody reads what a padded token gives
+        values = [v[mask.bool()] if v.shape[:2] == mask.shape else v for v in values]
+    found = {f"result {i}": v.clone() for i, v in enumerate(values)}
+    if not train:
+        return found
+    loss = getattr(result, "loss", None)
+    (result.logits.logsumexp(-1).square().mean() + result.logits.std() if loss is None else loss).backward()
+    if "inputs_embeds" in given:
+        found["inputs_embeds"] = given["inputs_embeds"].grad
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            found[name], p.grad = p.grad, None
+            p.data.sub_(found[name], alpha=1e-3)
     return found
+
+
+@contextlib.contextmanager
+def kept_weights(model: torch.nn.Module) -> Iterator[None]:
+    """Afterwards the weights are as they were."""
+    before = [p.detach().clone() for p in model.parameters()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p, value in zip(model.parameters(), before):
+                p.copy_(value)
 
 
 def difference(expected: Tensors, found: Tensors) -> tuple[float, str]:
@@ -190,7 +203,7 @@ def difference(expected: Tensors, found: Tensors) -> tuple[float, str]:
         if (expected | found)[name].any():
             return float("inf"), f"{name} appeared or disappeared"
     steps = {name.split(":")[0] for name in expected}
-    floor = {s: max((_largest(v) for n, v in expected.items() if n.split(":")[0] == s), default=0.0) for s in steps}
+    floor = {s: max((largest_of(v) for n, v in expected.items() if n.split(":")[0] == s), default=0.0) for s in steps}
     worst = (0.0, "")
     for name in expected.keys() & found.keys():
         want, have = expected[name], found[name]
@@ -198,29 +211,22 @@ def difference(expected: Tensors, found: Tensors) -> tuple[float, str]:
             return float("inf"), f"{name}: {have.dtype} {tuple(have.shape)} for {want.dtype} {tuple(want.shape)}"
         if not torch.equal(want.isfinite(), have.isfinite()):
             return float("inf"), f"{name} is infinite or not a number in other places"
-        scale = max(_largest(want), 1e-4 * floor[name.split(":")[0]], 1e-30)
-        worst = max(worst, (_largest(have - want) / scale, name))
+        scale = max(largest_of(want), 1e-4 * floor[name.split(":")[0]], 1e-30)
+        worst = max(worst, (largest_of(have - want) / scale, name))
     return worst
-
-
-def _largest(x: torch.Tensor) -> float:
-    return x.detach().abs().nan_to_num(0, 0).max().item() if x.numel() else 0.0
 
 
 def one(name: str, use: str, codegen: str, seconds: int = 300) -> tuple[str, str]:
     """:func:`compared` in a process of its own: nothing but the result is told, in so many seconds."""
     table.quiet()
-    signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(TimeoutError(f"more than {seconds} seconds")))
-    signal.alarm(seconds)
-    try:
+    with table.time_limit(seconds):
         return compared(name, use, codegen)
-    finally:
-        signal.alarm(0)
 
 
 def compared(name: str, use: str, codegen: str = "eager") -> tuple[str, str]:
     """("equal", "unbuilt" or "differs", what is known of it) of a model used in ``use``, ways of :data:`USES` with +
-    between them; what one of torch's own backends does as well is equal."""
+    between them. A difference that one of torch's own backends has as well, or the rounding of weights, is equal; what
+    fails is not, and the text tells whether theirs fail, too."""
     parts = use.split("+")
 
     def through(backend: str, **settings: Any) -> Tensors:
@@ -248,26 +254,21 @@ def compared(name: str, use: str, codegen: str = "eager") -> tuple[str, str]:
         far, what = float("inf"), table.one_line(error)
     others = {"moved": moved(model, inputs, parts, expected)} if far < float("inf") else {}
     for backend in ("eager", "aot_eager"):
-        try:
+        others[backend] = float("inf")
+        with contextlib.suppress(Exception):
             others[backend] = difference(expected, through(backend))[0]
-        except Exception:  # noqa: BLE001
-            others[backend] = float("inf")
     text = f"{far:.0e} {what} (" + ", ".join(f"{k} {v:.0e}" for k, v in others.items()) + ")"
-    return ("equal" if far < float("inf") and far <= max(others.values()) else "differs"), text
+    return ("equal" if any(far <= other < float("inf") for other in others.values()) else "differs"), text
 
 
 def moved(model: torch.nn.Module, inputs: Inputs, parts: list[str], expected: Tensors) -> float:
     """How far eager PyTorch's values move with every weight."""
-    kept = [p.detach().clone() for p in model.parameters()]
     generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(1 + ROUNDING * torch.randn(p.shape, generator=generator).to(p.dtype))
-    found = difference(expected, step(model, model, inputs, parts))[0]
-    with torch.no_grad():
-        for p, value in zip(model.parameters(), kept):
-            p.copy_(value)
-    return found
+    with kept_weights(model):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1 + ROUNDING * torch.randn(p.shape, generator=generator).to(p.dtype))
+        return difference(expected, step(model, model, inputs, parts))[0]
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ import torch.fx as fx
 from mindspeed_fx.capture.normalize import normalize
 from mindspeed_fx.compat import fake as fake_compat
 from mindspeed_fx.compat import tracing
+from mindspeed_fx.graph.edit import stand_in
 from mindspeed_fx.graph.recompile import recompile
 from mindspeed_fx.passes.base import Context, PassReport, register, site, skip
 
@@ -185,8 +186,5 @@ def _inline(gm: fx.GraphModule, node: fx.Node, forward: fx.GraphModule, operands
                     if key in node.meta and not n.meta.get(key):
                         env[n].meta[key] = node.meta[key]
     outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
-    for user in list(node.users):
-        user.replace_all_uses_with(outputs[user.args[1]])
-        gm.graph.erase_node(user)
-    gm.graph.erase_node(node)
+    stand_in(node, outputs)
     recompile(gm)

@@ -83,7 +83,7 @@ def _from_sdpa(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Node, 
     causal, masks = bool(match.argument(node, "is_causal", False)), []
     grouped = [kv_heads.ungroup(node, x, match.value(q).shape[1]) or x for x in (k, v)]
     if match.value(grouped[0]).shape[1] == match.value(grouped[1]).shape[1]:
-        k, v = map(rewrite.build, grouped)
+        k, v = grouped
     heads = [match.value(x).shape[1] for x in (k, v)]
     if heads[0] != heads[1]:
         raise Miss(f"keys have {heads[0]} heads and values {heads[1]}")
@@ -91,6 +91,7 @@ def _from_sdpa(gm: fx.GraphModule, node: fx.Node, emit: Emit) -> tuple[fx.Node, 
     if any(statically_known_true(match.value(x).shape[0] != batch) for x in (k, v)) or rows == 1 != heads[0]:
         raise Miss("q, k and v are broadcast")
     dtype = match.value(node).dtype  # to which autocast casts what it is given
+    k, v = map(rewrite.build, (k, v))
     q, k, v = (cast(gm, node, x, dtype) for x in (q, k, v))
     if arguments is not None:
         boolean = match.value(arguments).dtype == torch.bool
