@@ -239,7 +239,8 @@ def past_modes() -> Any:
 
 def match_storages(old: Any, new: Any, storages: dict[int, Any]) -> None:
     """Note that what lies in the memory of ``old`` lies in that of ``new`` for a copy of a call."""
-    for a, b in zip(pytree.tree_leaves(old), pytree.tree_leaves(new)):
+    one = isinstance(old, torch.Tensor)  # the usual case, without the walk
+    for a, b in ((old, new),) if one else zip(pytree.tree_leaves(old), pytree.tree_leaves(new)):
         if _lies_in_memory(a):
             storages.setdefault(storage_of(a), b.untyped_storage())
 
@@ -257,9 +258,13 @@ def moved(value: Any, storages: dict[int, Any]) -> Any:
     """``value``, and a fake value like it where its memory is one that ``storages`` has another for."""
     if not storages:
         return value
-    return pytree.tree_map_only(
-        _lies_in_memory, lambda x: _fresh(x, storages) if storage_of(x) in storages else x, value
-    )
+
+    def move(x: Any) -> Any:
+        return _fresh(x, storages) if storage_of(x) in storages else x
+
+    if _lies_in_memory(value):  # the usual case, without the walk
+        return move(value)
+    return pytree.tree_map_only(_lies_in_memory, move, value)
 
 
 def _lies_in_memory(value: Any) -> bool:

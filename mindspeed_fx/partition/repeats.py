@@ -135,12 +135,14 @@ def _divide(calls: Sequence[fx.Node], start: int, end: int, period: int) -> tupl
     depth = _depths(calls[start:end])
     place = {n: i for i, n in enumerate(calls)}
     middle = start + (end - start) // period // 2 * period
+    lost = _losses(calls, range(max(start, middle - 2 * period), middle + period), 2 * period, place, depth)
+    counts = {shift: (end - start - shift) // period for shift in range(period)}
     losses = []
-    for shift in range(period):
-        count = (end - start - shift) // period
+    for shift, count in counts.items():
         if count >= LEAST_LAYERS:
-            losses.append((_loss(calls[: middle + shift], period, place, depth), -count, shift))
-    for _, _, shift in sorted(losses):
+            unfused, through = lost[middle + shift]
+            losses.append((unfused, -count, through, shift))
+    for *_, shift in sorted(losses):
         first, last, layers = alike(calls, start + shift, end, period)
         if len(layers) >= LEAST_LAYERS:
             repeat = _repeat(layers)
@@ -162,15 +164,27 @@ def _fusible(node: fx.Node) -> bool:
     return storage.is_view(node) or partitioner.is_fusible(node)
 
 
-def _loss(before: Sequence[fx.Node], period: int, place: dict[fx.Node, int], depth: dict[fx.Node, int]) -> int:
-    """Bytes of values that a cut after ``before`` keeps from being fused into what reads them."""
-    lost, cut = 0, len(before)
-    for node in before[-2 * period :]:
-        if node in depth and _fusible(node) and not storage.is_view(node):
-            readers = [u for v in storage.views_of(node) for u in v.users if not storage.is_view(u)]
-            if any(place.get(u, -1) >= cut and _fusible(u) and depth.get(u) == depth[node] for u in readers):
-                lost += storage.storage_bytes(node.meta["val"])
-    return lost
+def _losses(
+    calls: Sequence[fx.Node], where: range, reach: int, place: dict[fx.Node, int], depth: dict[fx.Node, int]
+) -> list[tuple[int, int]]:
+    """Of each place a call may be cut from those before it, told by the calls of ``where`` at most ``reach`` before it:
+    bytes of values that the cut keeps from being fused into what reads them, and how many values go through it."""
+    lost, through = [0] * (len(calls) + 1), [0] * (len(calls) + 1)
+    for i in where:
+        node = calls[i]
+        _add_span(through, i, max((place.get(u, -1) for u in node.users), default=-1), reach, 1)
+        if _fusible(node) and not storage.is_view(node):
+            readers = {u for v in storage.views_of(node) for u in v.users if not storage.is_view(u)}
+            fused = [place.get(u, -1) for u in readers if _fusible(u) and depth.get(u) == depth[node]]
+            _add_span(lost, i, max(fused, default=-1), reach, storage.storage_bytes(node.meta["val"]))
+    return list(zip(itertools.accumulate(lost), itertools.accumulate(through)))
+
+
+def _add_span(changes: list[int], first: int, last: int, reach: int, amount: int) -> None:
+    """Note ``amount`` for each place behind call ``first`` up to call ``last``, of these the next ``reach``."""
+    if last > first:
+        changes[first + 1] += amount
+        changes[min(last, first + reach) + 1] -= amount
 
 
 def alike(calls: Sequence[fx.Node], start: int, end: int, period: int) -> tuple[int, int, list[tuple[fx.Node, ...]]]:
@@ -298,9 +312,10 @@ def _end(runs: Sequence[tuple[fx.Node, ...]], length: int) -> int:
     losses = []
     depths = [_depths(run) for run in runs]
     places = [{n: i for i, n in enumerate(run)} for run in runs]
+    lost = [_losses(run, range(length), length, p, d) for run, p, d in zip(runs, places, depths)]
     for end in range(LEAST_CALLS, length + 1):
         if end == length or not _fusible(runs[0][end - 1]) or not _fusible(runs[0][end]):
-            loss = max(_loss(run[:end], end, p, d) for run, p, d in zip(runs, places, depths))
+            loss = max(row[end][0] for row in lost)
             losses.append((loss, -end))
     return -min(losses)[1]
 

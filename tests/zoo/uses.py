@@ -122,6 +122,16 @@ def adapted(model: torch.nn.Module) -> None:
         linear.register_forward_hook(lambda m, x, y: y + F.linear(F.linear(x[0], m.lora_a), m.lora_b) * 0.5)
 
 
+def dropping(model: torch.nn.Module) -> None:
+    """Dropout of a tenth in every place that has one."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.1
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.1)
+
+
 def marked(model: torch.nn.Module) -> None:
     """Layers are regions that Dynamo reads once (``torch.compiler.nested_compile_region``)."""
     kinds: dict[type, type] = {}
@@ -138,7 +148,7 @@ CALLS: dict[str, Callable[[Inputs], Inputs]] = {
     f.__name__: f
     for f in (padded, padded_left, packed, embedded, unlabelled, counted, told_all, cached, shortened, evaluated)
 }
-CHANGES: dict[str, Callable[[torch.nn.Module], None]] = {f.__name__: f for f in (frozen, checkpointed, adapted, marked)}
+CHANGES: dict[str, Callable[[torch.nn.Module], None]] = {f.__name__: f for f in (frozen, checkpointed, adapted, dropping, marked)}
 USES = (*CALLS, *CHANGES)
 
 
