@@ -154,6 +154,29 @@ def test_pairs_of_heads_that_are_views_of_a_narrow_projection(form, heads):
     assert report.counts[NAME] == 1 and not report.skipped(NAME)
 
 
+CUTS = {
+    "split": lambda x: x.split(x.shape[-1] // 3, -1),
+    "chunk": lambda x: x.chunk(3, -1),
+    "slices": lambda x: (x[..., : x.shape[-1] // 3], x[..., x.shape[-1] // 3 : x.shape[-1] // 3 * 2]),
+}
+
+
+@pytest.mark.parametrize("heads", [2, 3])
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("form", [f for f in FORMS if f != "transposed"])
+def test_heads_of_a_joint_projection_that_turn_before_they_are_transposed(form, cut, heads):
+    """EXAONE 4.5's vision: queries and keys are parts of one product, and heads lie behind the tokens."""
+    size = 12 if "partial" in form else 8
+
+    def both(x, w, c, s):
+        q, k = (part.view(2, 3, heads, size) for part in CUTS[cut](x @ w)[:2])
+        return FORMS[form](q, c, s), FORMS[form](k, c, s)
+
+    x, w = double(2, 3, 4), double(4, 3 * heads * size)
+    report = function_agrees(both, x, w, *(double(3, 1, 8, grad=False) for _ in range(2)))
+    assert report.counts[NAME] == 2 and not report.skipped(NAME)
+
+
 def test_bfloat16():
     x, c, s = (torch.randn(2, 3, 4, 8).bfloat16().requires_grad_() for _ in range(3))
     assert function_agrees(FORMS["half, chunk"], x, c.detach(), s.detach(), tolerance=3e-2).counts[NAME] == 1

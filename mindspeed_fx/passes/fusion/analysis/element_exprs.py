@@ -25,9 +25,9 @@ WIDEST = 2048
 TERMS, FACTORS = 2, 4
 """Of a sum and of a product that is read."""
 
-SPLITS = ("none", "pairs", "any")
-"""Which views that cut a dimension in two are looked through. Pairs come first: what is cut into heads is read head by
-head.
+SPLITS = ("none", "pairs", "parts", "any")
+"""Which views that cut the last dimension of a tensor, or of a part of one, are looked through: none, those into pairs,
+those of parts, or any. What is cut into heads is read head by head where that is enough, a joint projection, too.
 """
 
 Factor = tuple[int, int]
@@ -84,6 +84,14 @@ class ElementExprs:
     def is_leaf(self, n: fx.Node) -> bool:
         self.of(n)
         return n in self._whole
+
+    def is_part(self, n: fx.Node) -> bool:
+        """Whether the lanes of ``n`` are neighbours among those of one tensor, in order."""
+        codes = self.of(n)
+        totals = self.exprs(n) if codes.dim() == 1 else []
+        factors = [total[0][1] for total in totals if len(total) == 1 and total[0][0] == 1 and len(total[0][1]) == 1]
+        (tensor, first), *_ = factors[0] if factors else ((0, 0),)
+        return len(factors) == len(codes) and factors == [((tensor, first + i),) for i in range(len(codes))]
 
     def leaf(self, n: fx.Node | NewCall, dims: int) -> torch.Tensor:
         """``n`` as a tensor that is not read further, with lanes over its last ``dims`` dimensions."""
@@ -168,7 +176,7 @@ def _inner(exprs: ElementExprs, n: fx.Node, dim: int, source: fx.Node) -> tuple[
 def _view(exprs: ElementExprs, n: fx.Node) -> torch.Tensor | None:
     source = n.args[0]
     old, new, codes = list(match.value(source).shape), list(match.value(n).shape), exprs.of(source)
-    if exprs.is_leaf(source) and exprs.split != "any" and (exprs.split == "none" or new[-1:] != [2]):
+    if not _looks_through(exprs, source, pairs=new[-1:] == [2]):
         return None
     lead = len(old) - codes.dim()
     if (
@@ -178,6 +186,13 @@ def _view(exprs: ElementExprs, n: fx.Node) -> torch.Tensor | None:
     ):
         return None
     return codes.reshape(new[lead:]) if codes.numel() == math.prod(new[lead:]) else None
+
+
+def _looks_through(exprs: ElementExprs, source: fx.Node, pairs: bool) -> bool:
+    """Whether a view of ``source``, into ``pairs`` or else, is read as far as :data:`SPLITS` says."""
+    if exprs.split == "any" or (exprs.split == "pairs" and pairs):
+        return True
+    return not exprs.is_leaf(source) and (exprs.split == "parts" or not exprs.is_part(source))
 
 
 def _equal(a: Any, b: Any) -> bool:
