@@ -23,6 +23,20 @@ def statically_known_true(condition: object) -> bool:
     return known(condition)
 
 
+def guard_or_false(condition: object) -> bool:
+    """``condition``, a bool or a symbolic one; of sizes that callers choose with a guard, False where only data tell."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false as known
+
+    return known(condition)
+
+
+def undecided_by_data() -> type[Exception]:
+    """What torch raises where a condition is asked for that only data tell."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return GuardOnDataDependentSymNode
+
+
 def size_expression(size: Any) -> Any:
     """A dimension as int or sympy expression."""
     if not isinstance(size, torch.SymInt):

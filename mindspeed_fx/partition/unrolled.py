@@ -35,6 +35,8 @@ class Unrolled:
             raise LayersDiffer(f"the traced graph has {len(placeholders)} inputs for {len(short.kept)}")
         self.was = {n: n.meta.get("val") for n in graph.nodes}
         """The fake values before any of those that are kept is changed."""
+        if fake.has_symbols(list(self.was.values())):
+            raise LayersDiffer("sizes are told by data")
         self.inputs = dict(zip(short.kept, placeholders))
         """Of each position among the whole model's inputs its placeholder."""
         self.position = {where: p for p, where in short.own.items()}

@@ -213,6 +213,8 @@ def rewrite_each(
                 outcome = rewrite_one(node)
             except Miss as miss:
                 outcome = str(miss)
+            except symbols.undecided_by_data() as error:
+                outcome = f"whether it fits only data tell: {getattr(error, 'cond', error)}"
         if isinstance(outcome, Site):
             symbols.tie_floats(numbers)
             report.rewrites.append(outcome)

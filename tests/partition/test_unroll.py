@@ -304,6 +304,24 @@ def test_layers_that_read_the_two_before_are_not_left_out():
     assert why(TwoStates().double(), torch.randint(32, (2, 12))).endswith("is not of the layer before")
 
 
+def test_layers_of_a_batch_that_data_decide_are_not_left_out(traced):
+    model = Model().double()
+    ids, keep = torch.randint(0, 32, (4, 12)), torch.tensor([True, False, True, True])
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(
+            lambda ids, keep: model(ids[keep]), backend="mindspeed", options={"codegen": "eager"}, fullgraph=True
+        )
+        loss = compiled(ids, keep)
+        loss.backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    expected = model(ids[keep])
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradients, [p.grad for p in model.parameters()])
+    assert traced[1][-1].effective["layers"] == "each: sizes are told by data"
+
+
 def test_layers_with_one_weight_are_not_left_out():
     model, ids = build()
     for layer in model.layers[1:]:

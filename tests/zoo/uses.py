@@ -148,7 +148,9 @@ CALLS: dict[str, Callable[[Inputs], Inputs]] = {
     f.__name__: f
     for f in (padded, padded_left, packed, embedded, unlabelled, counted, told_all, cached, shortened, evaluated)
 }
-CHANGES: dict[str, Callable[[torch.nn.Module], None]] = {f.__name__: f for f in (frozen, checkpointed, adapted, dropping, marked)}
+CHANGES: dict[str, Callable[[torch.nn.Module], None]] = {
+    f.__name__: f for f in (frozen, checkpointed, adapted, dropping, marked)
+}
 USES = (*CALLS, *CHANGES)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from mindspeed_fx.compat import symbols
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.graph.new_call import NewCall
@@ -275,7 +276,7 @@ def _rewrite_lanes(gm: fx.GraphModule, exprs: ElementExprs, rotation: Rotation) 
     cos, sin = (build(exprs, gm, root, angles) for angles in (rotation.cos, rotation.sin))
     if cos is None or sin is None:
         raise Miss("cos and sin are not made of a few parts of tensors")
-    if any(match.value(a).numel() > match.value(x).numel() for a in (cos, sin)):
+    if any(symbols.guard_or_false(match.value(a).numel() > match.value(x).numel()) for a in (cos, sin)):
         raise Miss("cos and sin are larger than what they turn")
     new = _operator(gm, root, x, cos, sin, rotation.interleaved)
     total = exprs.of(root).numel()

@@ -20,20 +20,28 @@ def four_dimensional(gm: fx.GraphModule, before: fx.Node, m: fx.Node, where: fx.
     own = [1] * (len(outer) + 2 - len(own)) + own
     groups = next((g for i in range(len(outer) + 1) if _sizes(g := (outer[:i], outer[i:]), lead)), None)
     if groups is None:  # other batches and heads: as it is applied
-        known = all(n == 1 for n in own[:-2])
+        known = _are_ones(own[:-2])
         wanted, shape = (own, [1, 1]) if known else ([*outer, *own[-2:]], lead)
     else:
         wanted, shape, start = [], [], 0
         for group in groups:
             part = own[start : (start := start + len(group))]
-            alike = all(n == 1 for n in part)
+            alike = _are_ones(part)
             wanted += part if alike else group
             shape.append(1 if alike else math.prod(group))
         wanted += own[-2:]
     for target, sizes in ((aten.expand.default, wanted), (aten.reshape.default, [*shape, *own[-2:]])):
-        if list(match.value(m).shape) != sizes:
+        if not _equal(list(match.value(m).shape), sizes):
             m = rewrite.insert(gm, before, target, (m, sizes))
     return m
+
+
+def _are_ones(sizes: list[Any]) -> bool:
+    return all(statically_known_true(n == 1) for n in sizes)
+
+
+def _equal(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(statically_known_true(a == b) for a, b in zip(one, other))
 
 
 def _sizes(groups: tuple[list[Any], list[Any]], lead: list[Any]) -> bool:
