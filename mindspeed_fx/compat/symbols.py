@@ -24,7 +24,7 @@ def statically_known_true(condition: object) -> bool:
 
 
 def guard_or_false(condition: object) -> bool:
-    """``condition``, a bool or a symbolic one; of sizes that callers choose with a guard, False where only data tell."""
+    """``condition``, a bool or a symbolic one: with a guard where callers choose sizes, False where only data tell."""
     from torch.fx.experimental.symbolic_shapes import guard_or_false as known
 
     return known(condition)

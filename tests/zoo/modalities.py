@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tests.zoo import images
 from tests.zoo.architectures import SMALL, has, known_sizes
 
 IMAGE, PATCH, SAMPLES = 32, 8, 1600
@@ -93,7 +94,8 @@ SEQUENCES = ("t5", "mt5", "umt5", "longt5", "marian", "m2m_100", "mbart", "bart"
 MASKED = ("modernbert", "bert", "roberta", "xlm-roberta", "deberta", "deberta-v2", "albert", "distilbert", "mpnet",
           "electra", "esm", "nomic_bert", "eurobert", "camembert", "mobilebert", "roformer", "ernie",
           "rembert")  # fmt: skip
-TASKS = {"vision": VISIONS, "audio": AUDIOS, "seq2seq": SEQUENCES, "masked": MASKED, "multimodal": tuple(IMAGE_TOKENS)}
+TASKS = {"vision": VISIONS, "audio": AUDIOS, "seq2seq": SEQUENCES, "masked": MASKED,
+         "multimodal": (*IMAGE_TOKENS, *images.OWN)}  # fmt: skip
 
 
 def names() -> list[str]:
@@ -105,6 +107,8 @@ def build(name: str) -> tuple[torch.nn.Module, dict[str, Any]]:
     import transformers
 
     task, kind = name.split("/", 1)
+    if task == "multimodal" and kind in images.OWN:
+        return images.build(kind)
     auto, sizes = {
         "vision": (transformers.AutoModelForImageClassification, VISION),
         "audio": (transformers.AutoModelForAudioClassification, AUDIO),

@@ -16,7 +16,9 @@ QUICK = {
 MORE = [
     "audio/wav2vec2",
     "masked/modernbert",
+    "multimodal/exaone4_5",
     "multimodal/gemma3",
+    "multimodal/qwen2_5_vl",
     "seq2seq/t5",
     "zamba2",
     "bloom",
