@@ -161,9 +161,13 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("heads", [2, 3])
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("form", [f for f in FORMS if f != "transposed"])
+@pytest.mark.parametrize(
+    ("form", "cut", "heads"),
+    [
+        *((form, "split", 3) for form in FORMS if form != "transposed"),
+        *((form, cut, 2) for form in ("half, chunk", "complex, partial") for cut in CUTS),
+    ],
+)
 def test_heads_of_a_joint_projection_that_turn_before_they_are_transposed(form, cut, heads):
     """EXAONE 4.5's vision: queries and keys are parts of one product, and heads lie behind the tokens."""
     size = 12 if "partial" in form else 8
