@@ -3,7 +3,8 @@
 A graph is read as the row of its calls, each with its operator, its constants and the sizes of its results. Where a
 stretch of the row is followed by its like, and the calls of both read one another at the same places, each is a layer:
 what it reads from elsewhere (its weights, the layer before it, masks that all share) are its inputs. Modules are not
-asked, so that a layer may begin anywhere in its period; it begins where least is lost between two compiled apart.
+asked, so that a layer may begin anywhere in its period; it begins where least is lost between two compiled apart, and
+of such places where fewest values go from one to the next: each is a node more around every call.
 Layers that talk to other ranks are not neighbours: there calls behind a collective are compared from their first on.
 """
 
