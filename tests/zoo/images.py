@@ -28,7 +28,7 @@ VISION: dict[str, Any] = dict(
     projection_dim=64,
     mm_hidden_size=64,
     projector_hidden_size=64,
-    mlp_ratio=2.0,
+    mlp_ratio=2,
     num_channels=3,
     in_channels=3,
     in_chans=3,
@@ -96,6 +96,7 @@ def _sizes(default: Any, own: dict[str, dict[str, Any]], part: str) -> dict[str,
     sizes = {k: v for k, v in {**SMALL, **VISION}.items() if part in ("", "text_config") or k != "vocab_size"}
     known = known_sizes(default, sizes)
     known = {k: v for k, v in known.items() if not isinstance(getattr(default, k), (list, tuple))}
+    known |= {k: float(v) for k, v in known.items() if isinstance(getattr(default, k), float)}
     if part == "vision_config" and "num_key_value_heads" in known:
         known["num_key_value_heads"] = SMALL["num_attention_heads"]
     if "layer_types" in vars(default) and default.layer_types:
