@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from typing import Any, Iterator, Sequence
+from typing import Any, Callable, Iterator, Sequence
 from unittest import mock
 
 import torch
@@ -239,8 +239,7 @@ def past_modes() -> Any:
 
 def match_storages(old: Any, new: Any, storages: dict[int, Any]) -> None:
     """Note that what lies in the memory of ``old`` lies in that of ``new`` for a copy of a call."""
-    one = isinstance(old, torch.Tensor)  # the usual case, without the walk
-    for a, b in ((old, new),) if one else zip(pytree.tree_leaves(old), pytree.tree_leaves(new)):
+    for a, b in zip(_leaves(old), _leaves(new)):
         if _lies_in_memory(a):
             storages.setdefault(storage_of(a), b.untyped_storage())
 
@@ -249,22 +248,23 @@ def fresh(value: Any, storages: dict[int, Any]) -> Any:
     """A fake value like ``value`` for a copy of the call that makes it: of its sizes, strides and type, in the memory
     that ``storages`` names for the memory of ``value``, else in memory of its own, which is added there.
     """
-    if _lies_in_memory(value):  # the usual case, without the walk
-        return _fresh(value, storages)
-    return pytree.tree_map_only(_lies_in_memory, lambda x: _fresh(x, storages), value)
+    return _for_each(lambda x: _fresh(x, storages), value)
 
 
 def moved(value: Any, storages: dict[int, Any]) -> Any:
     """``value``, and a fake value like it where its memory is one that ``storages`` has another for."""
     if not storages:
         return value
+    return _for_each(lambda x: _fresh(x, storages) if storage_of(x) in storages else x, value)
 
-    def move(x: Any) -> Any:
-        return _fresh(x, storages) if storage_of(x) in storages else x
 
-    if _lies_in_memory(value):  # the usual case, without the walk
-        return move(value)
-    return pytree.tree_map_only(_lies_in_memory, move, value)
+def _for_each(function: Callable[[Any], Any], value: Any) -> Any:
+    """``value`` with ``function`` of each fake tensor of it; one tensor, the usual case, without the walk."""
+    return function(value) if _lies_in_memory(value) else pytree.tree_map_only(_lies_in_memory, function, value)
+
+
+def _leaves(value: Any) -> list[Any]:
+    return [value] if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
 
 
 def _lies_in_memory(value: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, Sequence
 from unittest import mock
 
 import sympy
@@ -23,6 +23,11 @@ def statically_known_true(condition: object) -> bool:
     return known(condition)
 
 
+def are_known_equal(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether two lists of sizes are as long and the same, whatever the sizes are; adds no guard."""
+    return len(one) == len(other) and all(statically_known_true(a == b) for a, b in zip(one, other))
+
+
 def guard_or_false(condition: object) -> bool:
     """``condition``, a bool or a symbolic one: with a guard where callers choose sizes, False where only data tell."""
     from torch.fx.experimental.symbolic_shapes import guard_or_false as known
@@ -30,8 +35,8 @@ def guard_or_false(condition: object) -> bool:
     return known(condition)
 
 
-def undecided_by_data() -> type[Exception]:
-    """What torch raises where a condition is asked for that only data tell."""
+def undecided_by_data() -> Any:
+    """The exception that torch raises where a condition is asked for that only data tell; its ``cond`` is which."""
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     return GuardOnDataDependentSymNode

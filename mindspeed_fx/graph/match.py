@@ -198,12 +198,7 @@ def uncolumn(n: Any) -> Any:
     """``n`` without a last dimension of one that was added to it."""
     if is_call(n, *RESHAPES):
         shape, before = list(value(n).shape), list(value(n.args[0]).shape)
-        return (
-            n.args[0]
-            if len(shape) == len(before) + 1
-            and all(symbols.statically_known_true(a == b) for a, b in zip(shape, [*before, 1]))
-            else n
-        )
+        return n.args[0] if symbols.are_known_equal(shape, [*before, 1]) else n
     return n.args[0] if is_call(n, aten.unsqueeze.default) and n.args[1] % value(n).dim() == value(n).dim() - 1 else n
 
 

@@ -134,12 +134,11 @@ def _stretches_of(words: Sequence[int], period: int) -> Iterable[tuple[int, int,
 def _divide(calls: Sequence[fx.Node], start: int, end: int, period: int) -> tuple[int, int, Repeat] | None:
     """The stretch as layers, beginning where least is lost."""
     depth = _depths(calls[start:end])
-    place = {n: i for i, n in enumerate(calls)}
     middle = start + (end - start) // period // 2 * period
-    lost = _losses(calls, range(max(start, middle - 2 * period), middle + period), 2 * period, place, depth)
-    counts = {shift: (end - start - shift) // period for shift in range(period)}
+    lost = _losses(calls, range(max(start, middle - 2 * period), middle + period), 2 * period, depth)
     losses = []
-    for shift, count in counts.items():
+    for shift in range(period):
+        count = (end - start - shift) // period
         if count >= LEAST_LAYERS:
             unfused, through = lost[middle + shift]
             losses.append((unfused, -count, through, shift))
@@ -165,11 +164,10 @@ def _fusible(node: fx.Node) -> bool:
     return storage.is_view(node) or partitioner.is_fusible(node)
 
 
-def _losses(
-    calls: Sequence[fx.Node], where: range, reach: int, place: dict[fx.Node, int], depth: dict[fx.Node, int]
-) -> list[tuple[int, int]]:
+def _losses(calls: Sequence[fx.Node], where: range, reach: int, depth: dict[fx.Node, int]) -> list[tuple[int, int]]:
     """Of each place a call may be cut from those before it, told by the calls of ``where`` at most ``reach`` before it:
     bytes of values that the cut keeps from being fused into what reads them, and how many values go through it."""
+    place = {n: i for i, n in enumerate(calls)}
     lost, through = [0] * (len(calls) + 1), [0] * (len(calls) + 1)
     for i in where:
         node = calls[i]
@@ -311,9 +309,7 @@ def _end(runs: Sequence[tuple[fx.Node, ...]], length: int) -> int:
     if all(len(run) == length for run in runs):
         return length
     losses = []
-    depths = [_depths(run) for run in runs]
-    places = [{n: i for i, n in enumerate(run)} for run in runs]
-    lost = [_losses(run, range(length), length, p, d) for run, p, d in zip(runs, places, depths)]
+    lost = [_losses(run, range(length), length, _depths(run)) for run in runs]
     for end in range(LEAST_CALLS, length + 1):
         if end == length or not _fusible(runs[0][end - 1]) or not _fusible(runs[0][end]):
             loss = max(row[end][0] for row in lost)

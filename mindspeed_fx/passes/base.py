@@ -214,7 +214,7 @@ def rewrite_each(
             except Miss as miss:
                 outcome = str(miss)
             except symbols.undecided_by_data() as error:
-                outcome = f"whether it fits only data tell: {getattr(error, 'cond', error)}"
+                outcome = f"whether it fits only data tell: {error.cond}"
         if isinstance(outcome, Site):
             symbols.tie_floats(numbers)
             report.rewrites.append(outcome)

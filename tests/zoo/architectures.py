@@ -172,13 +172,18 @@ def build(name: str, attention: str = "eager") -> tuple[torch.nn.Module, dict[st
         .train()
     )
     ids = torch.randint(3, 100, (2, 16))
-    inputs = dict(input_ids=ids, labels=ids.clone(), use_cache=False)
+    return as_wide(model, dict(input_ids=ids, labels=ids.clone(), use_cache=False))
+
+
+def as_wide(model: torch.nn.Module, inputs: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """A model in float64 and its inputs; both in float32 where its operators have no float64."""
     try:
         model(**inputs)
     except RuntimeError as error:
         if "ouble" not in str(error) and "converted to type float" not in str(error):
             raise
-        model = model.float()
+        wide = {k: v.float() for k, v in inputs.items() if torch.is_tensor(v) and v.is_floating_point()}
+        return model.float(), inputs | wide
     return model, inputs
 
 

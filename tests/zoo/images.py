@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from tests.zoo.architectures import SMALL, has, known_sizes
+from tests.zoo.architectures import SMALL, as_wide, has, known_sizes
 
 SIZE, PATCH, MERGED = 16, 4, 2
 TOKEN = 101
@@ -80,15 +80,7 @@ def build(kind: str) -> tuple[torch.nn.Module, dict[str, Any]]:
         for p in model.parameters():
             if not p.any():  # gates that let nothing through
                 p.normal_()
-        inputs = _inputs(kind, model, config)
-        try:
-            model(**inputs)
-        except RuntimeError as error:
-            if "ouble" not in str(error):
-                raise
-            model = model.float()
-            inputs = {k: v.float() if v.is_floating_point() else v for k, v in inputs.items()}
-    return model, inputs
+        return as_wide(model, _inputs(kind, model, config))
 
 
 def _sizes(default: Any, own: dict[str, dict[str, Any]], part: str) -> dict[str, Any]:

@@ -144,7 +144,7 @@ def chunk_of(n: Any) -> tuple[Any, int] | None:
 def _broadcast_by_rows(a: Any, b: Any) -> bool:
     """Whether a and b have the same dimensions but for a last one of one."""
     x, y = match.value(a).shape, match.value(b).shape
-    return len(x) == len(y) and all(symbols.statically_known_true(m == n) for m, n in zip(x[:-1], y[:-1]))
+    return len(x) == len(y) and symbols.are_known_equal(x[:-1], y[:-1])
 
 
 def _before_chunks(n: Any) -> Any:
@@ -156,12 +156,7 @@ def _before_chunks(n: Any) -> Any:
         new, old = list(match.value(n).shape), list(match.value(n.args[0]).shape)
         chunked = len(new) > 4 or len(old) == 3
         merged = [*new[:2], new[2] * new[3], *new[4:]] if chunked and len(new) >= 4 else None
-        same = (
-            merged is not None
-            and len(old) == len(merged)
-            and all(symbols.statically_known_true(a == b) for a, b in zip(old, merged))
-        )
-        return n.args[0] if same else None
+        return n.args[0] if merged is not None and symbols.are_known_equal(old, merged) else None
     if match.is_call(n, aten.pad.default):
         widths, mode, fill = (match.argument(n, name) for name in ("pad", "mode", "value"))
         ahead = [0, 0] if match.rank(n) == 4 else []

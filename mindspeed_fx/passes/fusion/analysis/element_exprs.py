@@ -87,11 +87,7 @@ class ElementExprs:
 
     def is_part(self, n: fx.Node) -> bool:
         """Whether the lanes of ``n`` are neighbours among those of one tensor, in order."""
-        codes = self.of(n)
-        totals = self.exprs(n) if codes.dim() == 1 else []
-        factors = [total[0][1] for total in totals if len(total) == 1 and total[0][0] == 1 and len(total[0][1]) == 1]
-        (tensor, first), *_ = factors[0] if factors else ((0, 0),)
-        return len(factors) == len(codes) and factors == [((tensor, first + i),) for i in range(len(codes))]
+        return self.of(n).dim() == 1 and self._begin(n) is not None and all(s[0][0] == 1 for s in self.exprs(n))
 
     def leaf(self, n: fx.Node | NewCall, dims: int) -> torch.Tensor:
         """``n`` as a tensor that is not read further, with lanes over its last ``dims`` dimensions."""
@@ -150,9 +146,16 @@ class ElementExprs:
 
     def _plain(self, n: fx.Node) -> bool:
         """Whether the lanes of ``n`` are those of one tensor, none of them moved."""
+        return self._begin(n) == 0
+
+    def _begin(self, n: fx.Node) -> int | None:
+        """The lane of one tensor from which on ``n`` has its lanes, one by one, each with some weight."""
         exprs = self.exprs(n)
-        first = exprs[0][0][1][0][0] if exprs and exprs[0] and exprs[0][0][1] else None
-        return all(len(total) == 1 and total[0][1] == ((first, i),) for i, total in enumerate(exprs))
+        if not exprs or not exprs[0] or not exprs[0][0][1]:
+            return None
+        tensor, first = exprs[0][0][1][0]
+        in_turn = all(len(s) == 1 and s[0][1] == ((tensor, first + i),) for i, s in enumerate(exprs))
+        return first if in_turn else None
 
 
 # --------------------------------------------------------------------------- what is read
@@ -181,7 +184,7 @@ def _view(exprs: ElementExprs, n: fx.Node) -> torch.Tensor | None:
     lead = len(old) - codes.dim()
     if (
         len(new) <= lead
-        or not all(_equal(a, b) for a, b in zip(old[:lead], new[:lead]))
+        or not symbols.are_known_equal(old[:lead], new[:lead])
         or not all(isinstance(s, int) for s in new[lead:])
     ):
         return None
@@ -193,10 +196,6 @@ def _looks_through(exprs: ElementExprs, source: fx.Node, pairs: bool) -> bool:
     if exprs.split == "any" or (exprs.split == "pairs" and pairs):
         return True
     return not exprs.is_leaf(source) and (exprs.split == "parts" or not exprs.is_part(source))
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return symbols.statically_known_true(a == b)
 
 
 def _part(exprs: ElementExprs, n: fx.Node) -> torch.Tensor | None:

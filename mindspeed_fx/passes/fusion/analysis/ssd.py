@@ -210,7 +210,7 @@ def _sequence(n: Any) -> Any:
     new, inner = list(match.value(n).shape), n.args[0]
     old = list(match.value(inner).shape)
     merged = [new[0], new[1] * new[2], *new[3:]] if len(new) >= 3 else []
-    if len(old) != len(merged) or not all(symbols.statically_known_true(x == y) for x, y in zip(old, merged)):
+    if not symbols.are_known_equal(old, merged):
         raise Miss(f"{n.name} is no sequence in chunks")
     return _unpadded(inner)
 

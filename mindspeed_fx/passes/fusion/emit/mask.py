@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from mindspeed_fx.compat.symbols import statically_known_true
+from mindspeed_fx.compat.symbols import are_known_equal
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
 
@@ -31,18 +31,14 @@ def four_dimensional(gm: fx.GraphModule, before: fx.Node, m: fx.Node, where: fx.
             shape.append(1 if alike else math.prod(group))
         wanted += own[-2:]
     for target, sizes in ((aten.expand.default, wanted), (aten.reshape.default, [*shape, *own[-2:]])):
-        if not _equal(list(match.value(m).shape), sizes):
+        if not are_known_equal(match.value(m).shape, sizes):
             m = rewrite.insert(gm, before, target, (m, sizes))
     return m
 
 
 def _are_ones(sizes: list[Any]) -> bool:
-    return all(statically_known_true(n == 1) for n in sizes)
-
-
-def _equal(one: list[Any], other: list[Any]) -> bool:
-    return len(one) == len(other) and all(statically_known_true(a == b) for a, b in zip(one, other))
+    return are_known_equal(sizes, [1] * len(sizes))
 
 
 def _sizes(groups: tuple[list[Any], list[Any]], lead: list[Any]) -> bool:
-    return all(statically_known_true(math.prod(g) == n) for g, n in zip(groups, lead, strict=True))
+    return are_known_equal([math.prod(g) for g in groups], lead)
