@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any, Callable
 
 import torch
@@ -42,10 +43,12 @@ def multiplies_pairs() -> bool:
 
 @functools.cache
 def multiplies_tiles(dtype: torch.dtype) -> bool:
-    """Whether this processor multiplies whole tiles of bfloat16 or float16 (AMX), as oneDNN's products do there."""
+    """Whether this processor multiplies whole tiles of bfloat16 or float16 (AMX), as oneDNN's products do there unless
+    ``ONEDNN_MAX_CPU_ISA`` keeps them from it."""
+    most = os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT").upper()
     name = {torch.bfloat16: "_is_amx_tile_supported", torch.float16: "_is_amx_fp16_supported"}[dtype]
     ask = getattr(torch.cpu, name, None)
-    return ask is not None and ask()
+    return ask is not None and ask() and (most == "DEFAULT" or "AMX" in most)
 
 
 @functools.cache

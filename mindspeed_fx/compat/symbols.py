@@ -28,6 +28,23 @@ def are_known_equal(one: Sequence[Any], other: Sequence[Any]) -> bool:
     return len(one) == len(other) and all(statically_known_true(a == b) for a, b in zip(one, other))
 
 
+@functools.cache
+def allow_systems_of_any_number() -> None:
+    """The fake value of ``linalg.solve_triangular`` (torch 2.11 to 2.14) expands what needs no expanding, for it takes
+    a list of sizes for another than the same tuple, and fails at that where a size in front is a symbol."""
+    from torch import _meta_registrations
+
+    broadcast = _meta_registrations._linalg_broadcast_batch_dims_name
+
+    @functools.wraps(broadcast)
+    def broadcast_unless_equal(one: torch.Tensor, other: torch.Tensor, name: str | None) -> Any:
+        if name is None and are_known_equal(one.shape[:-2], other.shape[:-2]):
+            return one, other
+        return broadcast(one, other, name)
+
+    _meta_registrations._linalg_broadcast_batch_dims_name = broadcast_unless_equal
+
+
 def guard_or_false(condition: object) -> bool:
     """``condition``, a bool or a symbolic one: with a guard where callers choose sizes, False where only data tell."""
     from torch.fx.experimental.symbolic_shapes import guard_or_false as known

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from mindspeed_fx.compat import fake
+from mindspeed_fx.compat import fake, symbols
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.passes.base import Context, Miss, Outcome, PassReport, calls, register, rewrite_each, site
@@ -66,7 +66,8 @@ def _rewrite(gm: fx.GraphModule, node: fx.Node, place: dict[fx.Node, int]) -> Ou
                 _solve(gm, user, system, right)
     if node.users:
         eye = next(b for a, b in match.operands(node, *match.ADD) if a is rows)
-        _solve(gm, node, system, rewrite.insert(gm, node, aten.expand_copy.default, (eye, match.value(rows).shape)))
+        eyes = rewrite.insert(gm, node, aten.expand.default, (eye, [*match.value(rows).shape]))
+        _solve(gm, node, system, rewrite.insert(gm, node, aten.clone.default, (eyes,)))
     for n in sorted(region, key=place.__getitem__, reverse=True):
         if not n.users:
             gm.graph.erase_node(n)
@@ -74,6 +75,7 @@ def _rewrite(gm: fx.GraphModule, node: fx.Node, place: dict[fx.Node, int]) -> Ou
 
 
 def _solve(gm: fx.GraphModule, old: fx.Node, system: fx.Node, right: fx.Node) -> None:
+    symbols.allow_systems_of_any_number()
     new = rewrite.insert(
         gm, old, aten.linalg_solve_triangular.default, (system, right), {"upper": False, "unitriangular": True}
     )

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from mindspeed_fx.planning.explain import Report
+from mindspeed_fx.report import recorder
 from tests.models import function_agrees
 
 NAME = "canonicalize.forward_substitution"
@@ -49,6 +51,23 @@ def test_products_are_solutions(sub, batch):
         return whole @ b, whole @ c
 
     report = function_agrees(f, system(batch=batch), right(batch=batch), right(width=2, batch=batch))
+    assert report.counts[NAME] == 1 and not skips(report)
+
+
+@pytest.mark.parametrize("product", [torch.matmul, lambda whole, b: whole.sin() @ b], ids=["product", "inverse"])
+def test_systems_of_any_number(product):
+    """Sizes in front are symbols: batches of other sizes, the same graph."""
+
+    def f(a, b):
+        return product(inverse(a), b)
+
+    with recorder.collecting() as graphs:
+        compiled = torch.compile(f, backend="mindspeed", dynamic=True, options={"codegen": "eager"})
+        for batch in ((2, 3), (4, 3), (3, 5)):
+            given = system(batch=batch), right(batch=batch)
+            want, have = (torch.autograd.grad(run(*given).sin().sum(), given) for run in (f, compiled))
+            torch.testing.assert_close(have, want, rtol=1e-9, atol=1e-12)
+    report = Report(list(graphs), [])
     assert report.counts[NAME] == 1 and not skips(report)
 
 
