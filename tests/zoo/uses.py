@@ -93,6 +93,11 @@ def shortened(inputs: Inputs) -> Inputs:
     return inputs
 
 
+def regrouped(inputs: Inputs) -> Inputs:
+    """Three batches of two, five and three rows (:func:`step` makes them), as a last batch is smaller."""
+    return inputs
+
+
 def evaluated(inputs: Inputs) -> Inputs:
     """Evaluation without gradients."""
     return inputs
@@ -146,7 +151,19 @@ def marked(model: torch.nn.Module) -> None:
 
 CALLS: dict[str, Callable[[Inputs], Inputs]] = {
     f.__name__: f
-    for f in (padded, padded_left, packed, embedded, unlabelled, counted, told_all, cached, shortened, evaluated)
+    for f in (
+        padded,
+        padded_left,
+        packed,
+        embedded,
+        unlabelled,
+        counted,
+        told_all,
+        cached,
+        shortened,
+        regrouped,
+        evaluated,
+    )
 }
 CHANGES: dict[str, Callable[[torch.nn.Module], None]] = {
     f.__name__: f for f in (frozen, checkpointed, adapted, dropping, marked)
@@ -164,10 +181,17 @@ def step(run: Callable[..., Any], model: torch.nn.Module, inputs: Inputs, parts:
     train = "evaluated" not in parts
     model.train(train)
     with kept_weights(model):
-        for number, length in enumerate((16, 11, 13) if "shortened" in parts else (None, None)):
+        lengths = (16, 11, 13) if "shortened" in parts else (None,) * (3 if "regrouped" in parts else 2)
+        for number, length in enumerate(lengths):
             given = {k: v[:, :length] if torch.is_tensor(v) and v.dim() else v for k, v in inputs.items()}
+            if "regrouped" in parts:
+                given = {k: _of_rows(v, (2, 5, 3)[number]) for k, v in given.items()}
             found |= {f"{number}: {name}": value for name, value in _call(run, model, given, train).items()}
     return found | {f"buffer {n}": b.clone() for n, b in model.named_buffers() if b.is_floating_point()}
+
+
+def _of_rows(value: Any, rows: int) -> Any:
+    return torch.cat([value] * rows)[:rows] if torch.is_tensor(value) and value.dim() else value
 
 
 def _call(run: Callable[..., Any], model: torch.nn.Module, given: Inputs, train: bool) -> Tensors:

@@ -84,11 +84,22 @@ def _supports_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, s
 # --------------------------------------------------------------------------- masks
 
 
-def _band(size: int, window: int, device: torch.device) -> Tensor:
-    """What a causal mask hides, of keys later than the query and of those before the window; made once in a graph. At
-    :data:`TRIANGLE` and without a window it is the mask of the compressed modes."""
-    ones = torch.ones(size, size, dtype=torch.bool, device=device)
+def _band(rows: int, columns: int, window: int, device: torch.device) -> Tensor:
+    """[rows, columns], True where a causal mask hides a key: later than the query, or before the window; made once in a
+    graph. At :data:`TRIANGLE` and without a window it is the mask of the compressed modes."""
+    ones = torch.ones(rows, columns, dtype=torch.bool, device=device)
     return ones.triu(1) | ones.tril(-window) if window else ones.triu(1)
+
+
+def _hidden(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, window: int) -> Tensor | None:
+    """[.., .., q_seq or 1, 1], True in rows that an additive mask hides whole with minus infinity, where the operator
+    has zeros: the kernel, which is given the smallest numbers instead, averages the values."""
+    if mask is None or mask.dtype == torch.bool:
+        return None
+    away = mask == float("-inf")
+    if causal:
+        away = away | _band(q.shape[2], k.shape[2], window, q.device)
+    return away.all(-1, keepdim=True)
 
 
 def _mask(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float, window: int) -> dict:
@@ -107,9 +118,7 @@ def _mask(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float,
     if mask is not None and mask.dtype == torch.bool:
         mask = ~mask
         if causal:
-            ones = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
-            hidden = ones.triu(1) if not window else ones.triu(1) | ones.tril(-window)
-            mask = mask | hidden
+            mask = mask | _band(q.shape[2], k.shape[2], window, q.device)
         # Shapes are BNSS, B1SS, 11SS; rows without any allowed key are zero only with inner_precise 2.
         batch, heads = (q.shape[0], q.shape[1]) if hint(mask.shape[1]) != 1 else (mask.shape[0], 1)
         arguments.update(atten_mask=mask.expand(batch, heads, q.shape[2], k.shape[2]).contiguous(), inner_precise=2)
@@ -117,11 +126,15 @@ def _mask(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float,
         small = isinstance(q.shape[2], int) and q.shape[2] == k.shape[2] < TRIANGLE
         before = window - 1 if window else FULL
         if small:
-            arguments.update(atten_mask=_band(q.shape[2], window, q.device), pre_tockens=before, next_tockens=0)
+            arguments.update(
+                atten_mask=_band(q.shape[2], q.shape[2], window, q.device), pre_tockens=before, next_tockens=0
+            )
         elif window:
-            arguments.update(atten_mask=_band(TRIANGLE, 0, q.device), sparse_mode=4, pre_tockens=before, next_tockens=0)
+            arguments.update(
+                atten_mask=_band(TRIANGLE, TRIANGLE, 0, q.device), sparse_mode=4, pre_tockens=before, next_tockens=0
+            )
         else:
-            arguments.update(atten_mask=_band(TRIANGLE, 0, q.device), sparse_mode=2)
+            arguments.update(atten_mask=_band(TRIANGLE, TRIANGLE, 0, q.device), sparse_mode=2)
     return arguments
 
 
@@ -195,7 +208,8 @@ def _attention(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
     out, top, total, *_ = npu.npu_fusion_attention_v3(
         *qkv, q.shape[1], layout, scale=scale, sink=None if sinks is None else sinks.float(), **arg
     )
-    return _back(out, layout, q.shape[1]), _log_sum_exp(top, total, mask)
+    out, lse = _back(out, layout, q.shape[1]), _log_sum_exp(top, total, mask)
+    return _without_hidden(out, lse, _hidden(q, k, mask, causal, window), sinks)
 
 
 def _log_sum_exp(top: Tensor, total: Tensor, mask: Tensor | None) -> Tensor:
@@ -204,6 +218,13 @@ def _log_sum_exp(top: Tensor, total: Tensor, mask: Tensor | None) -> Tensor:
     kernel, _ = attention_lse.choose("npu", (top, total), {})
     lse = (kernel.build if kernel else attention_lse.reference)(top, total)
     return lse if mask is None else stored_bsnd(lse.masked_fill(~(lse > LOWEST), 0.0))
+
+
+def _without_hidden(out: Tensor, lse: Tensor, hidden: Tensor | None, sinks: Tensor | None = None) -> tuple:
+    """Zeros in ``hidden`` rows, of which a sink has taken all already."""
+    if hidden is None or sinks is not None:
+        return out, lse
+    return stored_bsnd(out.masked_fill(hidden, 0.0)), stored_bsnd(lse.masked_fill(hidden.squeeze(-1), 0.0))
 
 
 @lowering(attention_backward, "npu_fusion_attention_grad_v3", _supports_backward, ("npu_fusion_attention_grad_v3",))

@@ -36,7 +36,8 @@ def _attention(q, k, v, mask, causal, scale, window, p):
     out, top, total, _, seed, offset = npu.npu_fusion_attention_v3(
         *qkv, q.shape[1], layout, scale=scale, keep_prob=1 - p, **arg
     )
-    return plain._back(out, layout, q.shape[1]), plain._log_sum_exp(top, total, mask), seed, offset
+    out, lse = plain._back(out, layout, q.shape[1]), plain._log_sum_exp(top, total, mask)
+    return *plain._without_hidden(out, lse, plain._hidden(q, k, mask, causal, window)), seed, offset
 
 
 @lowering(

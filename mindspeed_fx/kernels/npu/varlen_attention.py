@@ -43,7 +43,7 @@ def _call_arguments(q, ends, causal, window) -> dict:
     arguments = {"actual_seq_qlen": lengths, "actual_seq_kvlen": lengths, "softmax_layout": "TND", "sparse_mode": 0}
     if causal:
         arguments.update(
-            atten_mask=plain._band(plain.TRIANGLE, 0, q.device),
+            atten_mask=plain._band(plain.TRIANGLE, plain.TRIANGLE, 0, q.device),
             sparse_mode=4 if window else 3,
             pre_tockens=window - 1 if window else plain.FULL,
             next_tockens=0,

@@ -19,6 +19,8 @@ def attention_cases(dtype: torch.dtype) -> Iterator[Call]:
     keep[..., 0] = True
     empty_row = keep.clone()
     empty_row[0, 0, 3] = False
+    padded = torch.zeros(2, 1, 1, 9)
+    padded[0, ..., :3] = float("-inf")
     masks = {
         "full": (None, False, 0),
         "causal": (None, True, 0),
@@ -38,6 +40,9 @@ def attention_cases(dtype: torch.dtype) -> Iterator[Call]:
         "bias-2d": (normal(9, 9, dtype=dtype), False, 0),
         "bias-one-row": (normal(1, 4, 1, 9, dtype=dtype), True, 0),
         "masking-bias": (torch.zeros(2, 1, 9, 9).masked_fill(~keep, float("-inf")).to(dtype), False, 0),
+        "masking-bias-empty-row": (torch.zeros(2, 1, 9, 9).masked_fill(~empty_row, float("-inf")).to(dtype), False, 0),
+        "masking-bias-causal": (padded.to(dtype), True, 0),
+        "masking-bias-window": (padded.to(dtype).expand(2, 1, 9, 9), True, 3),
     }
     for (name, (mask, causal, window)), (layout, order) in itertools.product(
         masks.items(), (("BSND", BSND), ("BNSD", BNSD), ("SBH", SBND))
@@ -53,9 +58,11 @@ def attention_cases(dtype: torch.dtype) -> Iterator[Call]:
     yield from _attention("narrow-values-SBH", dtype, SBND, None, True, 0, heads=2, v_dim=8)
     yield from _attention("sinks", dtype, BSND, None, True, 0, heads=2, v_dim=16, sinks=normal(4, dtype=dtype))
     yield from _attention("sinks-window", dtype, BNSD, None, True, 4, heads=2, v_dim=16, sinks=normal(4))
+    masked = (masks["masking-bias-causal"][0], True, 0)
+    yield from _attention("sinks-masking-bias", dtype, BSND, *masked, heads=2, v_dim=16, sinks=normal(4))
     yield from _attention("soft-cap", dtype, BSND, None, True, 4, heads=2, v_dim=16, softcap=2.0)
 
-    for name in ("full", "causal", "window", "bool-causal", "bias"):
+    for name in ("full", "causal", "window", "bool-causal", "bias", "masking-bias-causal"):
         mask, causal, window = masks[name]
         q, k, v = (stored((2, n, 9, 16), BSND, dtype) for n in (4, 2, 2))
         args = (mask, causal, 0.25, window, 0.0)
