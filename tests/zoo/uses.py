@@ -184,7 +184,7 @@ def step(run: Callable[..., Any], model: torch.nn.Module, inputs: Inputs, parts:
     with kept_weights(model):
         lengths = (16, 11, 13) if "shortened" in parts else (None,) * (3 if "regrouped" in parts else 2)
         for number, length in enumerate(lengths):
-            given = {k: v[:, :length] if torch.is_tensor(v) and v.dim() else v for k, v in inputs.items()}
+            given = {k: v[:, :length] if torch.is_tensor(v) and v.dim() > 1 else v for k, v in inputs.items()}
             if "regrouped" in parts:
                 given = {k: _of_rows(v, (2, 5, 3)[number]) for k, v in given.items()}
             found |= {f"{number}: {name}": value for name, value in _call(run, model, given, train).items()}
