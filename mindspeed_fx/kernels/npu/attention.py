@@ -28,7 +28,10 @@ from mindspeed_fx.kernels.npu import check_types, first, in_acl_graph, lowering,
 npu = torch.ops.npu
 TRIANGLE, FULL = 2048, 2147483647
 LOWEST = -1e30
-"""Log-sum-exp below which a row has no allowed key: masked scores are the smallest float32, not minus infinity."""
+"""Log-sum-exp below which a boolean mask allows a row no key: masked scores are the smallest float32, not minus
+infinity."""
+FAR = -(2.0**22)
+"""Log-sum-exp below which float32 does not tell how many keys of one score there are."""
 
 # --------------------------------------------------------------------------- limits
 
@@ -96,10 +99,12 @@ def _hidden(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, window: int
     has zeros: the kernel, which is given the smallest numbers instead, averages the values."""
     if mask is None or mask.dtype == torch.bool:
         return None
-    away = mask == float("-inf")
-    if causal:
-        away = away | _band(q.shape[2], k.shape[2], window, q.device)
-    return away.all(-1, keepdim=True)
+    return (_seen(q, k, mask, causal, window) == float("-inf")).all(-1, keepdim=True)
+
+
+def _seen(q: Tensor, k: Tensor, mask: Tensor, causal: bool, window: int) -> Tensor:
+    """An additive mask with what ``causal`` hides."""
+    return mask.masked_fill(_band(q.shape[2], k.shape[2], window, q.device), float("-inf")) if causal else mask
 
 
 def _mask(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float, window: int) -> dict:
@@ -213,11 +218,11 @@ def _attention(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
 
 
 def _log_sum_exp(top: Tensor, total: Tensor, mask: Tensor | None) -> Tensor:
-    """[batch, heads, seq] of the statistics, 0 where a mask hides a row whole: one launch where Triton is there and
-    there is no mask."""
+    """[batch, heads, seq] of the statistics, 0 where a boolean mask hides a row whole: one launch where Triton is there
+    and there is no such mask."""
     kernel, _ = attention_lse.choose("npu", (top, total), {})
     lse = (kernel.build if kernel else attention_lse.reference)(top, total)
-    return lse if mask is None else stored_bsnd(lse.masked_fill(~(lse > LOWEST), 0.0))
+    return stored_bsnd(lse.masked_fill(~(lse > LOWEST), 0.0)) if mask is not None and mask.dtype == torch.bool else lse
 
 
 def _without_hidden(out: Tensor, lse: Tensor, hidden: Tensor | None, sinks: Tensor | None = None) -> tuple:
@@ -227,11 +232,21 @@ def _without_hidden(out: Tensor, lse: Tensor, hidden: Tensor | None, sinks: Tens
     return stored_bsnd(out.masked_fill(hidden, 0.0)), stored_bsnd(lse.masked_fill(hidden.squeeze(-1), 0.0))
 
 
+def _statistics(q: Tensor, k: Tensor, lse: Tensor, mask: Tensor | None, causal: bool, window: int) -> dict[str, Tensor]:
+    """What the backward gets for the statistics: the log-sum-exp as largest score, and a sum of 1; where numbers of an
+    additive mask, such as -1e9, hide a row whole, as many as there are keys with the largest of them."""
+    total = torch.ones(lse.shape, dtype=lse.dtype, device=lse.device)
+    if mask is not None and mask.dtype != torch.bool:
+        seen = _seen(q, k, mask, causal, window)
+        total = torch.where(lse < FAR, (seen == seen.amax(-1, keepdim=True)).sum(-1), total)
+    top, total = (x.unsqueeze(-1).expand(*lse.shape, 8).contiguous() for x in (lse, total))
+    return {"softmax_max": top, "softmax_sum": total}
+
+
 @lowering(attention_backward, "npu_fusion_attention_grad_v3", _supports_backward, ("npu_fusion_attention_grad_v3",))
 def _attention_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
     layout = _layout((q, k, v, grad, out), 3)
     arg = _mask(q, k, _four(mask, q, k), causal, scale, window)
-    top = lse.unsqueeze(-1).expand(*lse.shape, 8).contiguous()
     laid = functools.partial(_to_layout, layout=layout)
     dq, dk, dv, *_ = npu.npu_fusion_attention_grad_v3(
         laid(q),
@@ -240,10 +255,9 @@ def _attention_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, 
         laid(grad),
         q.shape[1],
         layout,
-        softmax_max=top,
-        softmax_sum=torch.ones(top.shape, dtype=top.dtype, device=top.device),
         attention_in=laid(out),
         scale_value=scale,
+        **_statistics(q, k, lse, mask, causal, window),
         **arg,
     )
     return tuple(_back(g, layout, like.shape[1]) for g, like in ((dq, q), (dk, k), (dv, v)))

@@ -49,7 +49,6 @@ def _attention(q, k, v, mask, causal, scale, window, p):
 def _attention_backward(grad, q, k, v, out, lse, seed, offset, mask, causal, scale, window, p):
     layout = plain._layout((q, k, v, grad, out), 3)
     arg = plain._mask(q, k, plain._four(mask, q, k), causal, scale, window)
-    top = lse.unsqueeze(-1).expand(*lse.shape, 8).contiguous()
     laid = functools.partial(plain._to_layout, layout=layout)
     dq, dk, dv, *_ = npu.npu_fusion_attention_grad_v3(
         laid(q),
@@ -58,13 +57,12 @@ def _attention_backward(grad, q, k, v, out, lse, seed, offset, mask, causal, sca
         laid(grad),
         q.shape[1],
         layout,
-        softmax_max=top,
-        softmax_sum=torch.ones(top.shape, dtype=top.dtype, device=top.device),
         attention_in=laid(out),
         scale_value=scale,
         keep_prob=1 - p,
         seed=seed,
         offset=offset,
+        **plain._statistics(q, k, lse, mask, causal, window),
         **arg,
     )
     return tuple(plain._back(g, layout, like.shape[1]) for g, like in ((dq, q), (dk, k), (dv, v)))

@@ -127,3 +127,31 @@ def test_a_bias_by_keys_is_not_written_out_for_every_query():
 def test_a_mask_of_every_head_is_one_of_every_row_of_the_batch(heads, shape):
     q, mask = torch.empty(2, 4, 6, 16, device="meta"), torch.empty(1, heads, 6, 6, dtype=torch.bool, device="meta")
     assert attention._mask(q, q, mask, False, 0.5, 0)["atten_mask"].shape == shape
+
+
+@pytest.mark.parametrize("lowest", [-1e4, -1e9, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("causal, window", [(False, 0), (True, 0), (True, 3)])
+def test_rows_that_a_number_hides_whole_are_means(lowest, causal, window):
+    """And so are their gradients: nothing is left in a log-sum-exp of -1e9 of how many keys there are. What the
+    log-sum-exp of such a row is worth in a ring must stay next to nothing."""
+    ops = torch.ops.mindspeed
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(2, n, 7, 16) for n in (4, 2, 2, 4))
+    mask = torch.zeros(2, 1, 7, 7)
+    mask[0, :, :4] = lowest
+    mask[1, ..., :3] = lowest
+    settings = (mask, causal, 0.25, window, 0.0)
+    want, lse = find(ops.attention.default).reference(q, k, v, *settings)
+    have, have_lse = find(ops.attention.default).choose("npu", (q, k, v, *settings), {})[0].build(q, k, v, *settings)
+    torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-5)
+    far = lse < -5e3
+    assert far.any() and (have_lse[far] < -5e3).all()
+    torch.testing.assert_close(have_lse[~far], lse[~far])
+    backward = find(ops.attention_backward.default)
+    for have, want in zip(
+        backward.choose("npu", (grad, q, k, v, have, have_lse, *settings), {})[0].build(
+            grad, q, k, v, have, have_lse, *settings
+        ),
+        backward.reference(grad, q, k, v, want, lse, *settings),
+    ):
+        torch.testing.assert_close(have, want, rtol=2e-3, atol=2e-3)
