@@ -107,6 +107,15 @@ def test_any_number_of_narrow_rows_where_our_own_kernel_runs(masked, monkeypatch
     attention_emit._long_enough(torch.empty(1, 1, 8, 8, dtype=torch.bfloat16), masked)
 
 
+@pytest.mark.parametrize("most, has_tiles", [(None, True), ("AVX512_CORE_BF16", False), ("avx512_core_amx", True)])
+def test_tiles_that_onednn_is_kept_from_are_none(most, has_tiles, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True, raising=False)
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    if most is not None:
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", most)
+    assert dispatcher.multiplies_tiles.__wrapped__(torch.bfloat16) == has_tiles
+
+
 def test_few_narrow_rows_with_a_mask_are_left_alone_where_products_are_of_tiles(monkeypatch):
     monkeypatch.setattr(attention_flash, "supports", lambda *_: None)
     monkeypatch.setattr(dispatcher, "multiplies_tiles", lambda _: True)
