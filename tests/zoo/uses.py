@@ -188,7 +188,7 @@ def step(run: Callable[..., Any], model: torch.nn.Module, inputs: Inputs, parts:
             if "regrouped" in parts:
                 given = {k: _of_rows(v, (2, 5, 3)[number]) for k, v in given.items()}
             found |= {f"{number}: {name}": value for name, value in _call(run, model, given, train).items()}
-    return found | {f"buffer {n}": b.clone() for n, b in model.named_buffers() if b.is_floating_point()}
+        return found | {f"buffer {n}": b.clone() for n, b in model.named_buffers() if b.is_floating_point()}
 
 
 def _of_rows(value: Any, rows: int) -> Any:
@@ -223,13 +223,13 @@ def _call(run: Callable[..., Any], model: torch.nn.Module, given: Inputs, train:
 
 @contextlib.contextmanager
 def kept_weights(model: torch.nn.Module) -> Iterator[None]:
-    """Afterwards the weights are as they were."""
-    before = [p.detach().clone() for p in model.parameters()]
+    """Afterwards the weights are as they were, and the buffers, such as a batch norm's means."""
+    before = [p.detach().clone() for p in (*model.parameters(), *model.buffers())]
     try:
         yield
     finally:
         with torch.no_grad():
-            for p, value in zip(model.parameters(), before):
+            for p, value in zip((*model.parameters(), *model.buffers()), before, strict=True):
                 p.copy_(value)
 
 
