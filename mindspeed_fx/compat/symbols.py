@@ -30,11 +30,13 @@ def are_known_equal(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 @functools.cache
 def allow_systems_of_any_number() -> None:
-    """The fake value of ``linalg.solve_triangular`` (torch 2.11 to 2.14) expands what needs no expanding, for it takes
-    a list of sizes for another than the same tuple, and fails at that where a size in front is a symbol."""
+    """The fake value of ``linalg.solve_triangular`` (torch 2.13) expands what needs no expanding, for it takes a list
+    of sizes for another than the same tuple, and fails at that where a size in front is a symbol."""
     from torch import _meta_registrations
 
-    broadcast = _meta_registrations._linalg_broadcast_batch_dims_name
+    broadcast = getattr(_meta_registrations, "_linalg_broadcast_batch_dims_name", None)
+    if broadcast is None:
+        return
 
     @functools.wraps(broadcast)
     def broadcast_unless_equal(one: torch.Tensor, other: torch.Tensor, name: str | None) -> Any:

@@ -34,6 +34,9 @@ calls are emulated."""
 ROUNDING = 6e-8
 """What every weight of eager PyTorch is moved by, to tell how far results of float32 parts move."""
 
+LENGTHS, ROWS = (16, 11, 13), (2, 5, 3)
+"""Tokens, and rows, of the batches of :func:`shortened` and :func:`regrouped`."""
+
 # ---------------------------------------------------------------- how a model is called
 
 
@@ -90,12 +93,12 @@ def cached(inputs: Inputs) -> Inputs:
 
 
 def shortened(inputs: Inputs) -> Inputs:
-    """Three batches of three lengths (:func:`step` makes them): sizes are dynamic from the second on."""
+    """Three batches of three lengths (:func:`_batches` makes them): sizes are dynamic from the second on."""
     return inputs
 
 
 def regrouped(inputs: Inputs) -> Inputs:
-    """Three batches of two, five and three rows (:func:`step` makes them), as a last batch is smaller."""
+    """Three batches of two, five and three rows (:func:`_batches` makes them), as a last batch is smaller."""
     return inputs
 
 
@@ -181,18 +184,25 @@ def step(run: Callable[..., Any], model: torch.nn.Module, inputs: Inputs, parts:
     found: Tensors = {}
     train = "evaluated" not in parts
     model.train(train)
-    with kept_weights(model):
-        lengths = (16, 11, 13) if "shortened" in parts else (None,) * (3 if "regrouped" in parts else 2)
-        for number, length in enumerate(lengths):
-            given = {k: v[:, :length] if torch.is_tensor(v) and v.dim() > 1 else v for k, v in inputs.items()}
-            if "regrouped" in parts:
-                given = {k: _of_rows(v, (2, 5, 3)[number]) for k, v in given.items()}
+    with kept_state(model):
+        for number, given in enumerate(_batches(inputs, parts)):
             found |= {f"{number}: {name}": value for name, value in _call(run, model, given, train).items()}
         return found | {f"buffer {n}": b.clone() for n, b in model.named_buffers() if b.is_floating_point()}
 
 
-def _of_rows(value: Any, rows: int) -> Any:
-    return torch.cat([value] * rows)[:rows] if torch.is_tensor(value) and value.dim() else value
+def _batches(inputs: Inputs, parts: list[str]) -> list[Inputs]:
+    """``inputs`` of each call, cut or repeated where the use says so."""
+    lengths, rows = LENGTHS if "shortened" in parts else (), ROWS if "regrouped" in parts else ()
+
+    def batch(number: int) -> Inputs:
+        given = {k: v for k, v in inputs.items() if torch.is_tensor(v) and v.dim()}
+        if lengths:
+            given = {k: v[:, : lengths[number]] if v.dim() > 1 else v for k, v in given.items()}
+        if rows:
+            given = {k: torch.cat([v] * rows[number])[: rows[number]] for k, v in given.items()}
+        return inputs | given
+
+    return [batch(number) for number in range(len(lengths or rows) or 2)]
 
 
 def _call(run: Callable[..., Any], model: torch.nn.Module, given: Inputs, train: bool) -> Tensors:
@@ -222,7 +232,7 @@ def _call(run: Callable[..., Any], model: torch.nn.Module, given: Inputs, train:
 
 
 @contextlib.contextmanager
-def kept_weights(model: torch.nn.Module) -> Iterator[None]:
+def kept_state(model: torch.nn.Module) -> Iterator[None]:
     """Afterwards the weights are as they were, and the buffers, such as a batch norm's means."""
     before = [p.detach().clone() for p in (*model.parameters(), *model.buffers())]
     try:
@@ -303,7 +313,7 @@ def compared(name: str, use: str, codegen: str = "eager", target: str = "cpu") -
 def moved(model: torch.nn.Module, inputs: Inputs, parts: list[str], expected: Tensors) -> float:
     """How far eager PyTorch's values move with every weight."""
     generator = torch.Generator().manual_seed(3)
-    with kept_weights(model):
+    with kept_state(model):
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(1 + ROUNDING * torch.randn(p.shape, generator=generator).to(p.dtype))

@@ -13,6 +13,7 @@ Taken as read, for the documentation does not say it: a sink counts in ``softmax
 from __future__ import annotations
 
 import functools
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -30,8 +31,8 @@ TRIANGLE, FULL = 2048, 2147483647
 LOWEST = -1e30
 """Log-sum-exp below which a boolean mask allows a row no key: masked scores are the smallest float32, not minus
 infinity."""
-FAR = -(2.0**22)
-"""Log-sum-exp below which float32 does not tell how many keys of one score there are."""
+COUNTLESS = -(2.0**22)
+"""Log-sum-exp below which float32 does not tell how many keys of one score there are: a mask's numbers hide the row."""
 
 # --------------------------------------------------------------------------- limits
 
@@ -64,7 +65,7 @@ def _supports(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None, o
 
 
 def _mask_limits(op, q, k, mask, causal, scale, window):
-    if mask is not None and mask.dtype != torch.bool:
+    if _is_additive(mask):
         if mask.dtype != q.dtype:
             return f"{op}: the bias is {mask.dtype}; valid: the type of q, {q.dtype}".replace("torch.", "")
         if scale == 0:
@@ -94,12 +95,8 @@ def _band(rows: int, columns: int, window: int, device: torch.device) -> Tensor:
     return ones.triu(1) | ones.tril(-window) if window else ones.triu(1)
 
 
-def _hidden(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, window: int) -> Tensor | None:
-    """[.., .., q_seq or 1, 1], True in rows that an additive mask hides whole with minus infinity, where the operator
-    has zeros: the kernel, which is given the smallest numbers instead, averages the values."""
-    if mask is None or mask.dtype == torch.bool:
-        return None
-    return (_seen(q, k, mask, causal, window) == float("-inf")).all(-1, keepdim=True)
+def _is_additive(mask: Tensor | None) -> TypeGuard[Tensor]:
+    return mask is not None and mask.dtype != torch.bool
 
 
 def _seen(q: Tensor, k: Tensor, mask: Tensor, causal: bool, window: int) -> Tensor:
@@ -117,7 +114,7 @@ def _mask(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float,
         "next_tockens": FULL,
         "inner_precise": 0,
     }
-    if mask is not None and mask.dtype != torch.bool:
+    if _is_additive(mask):
         # Not minus infinity: the running maximum of a block that is masked whole would make it NaN.
         arguments["pse"] = (_bias(mask, q.shape[1]) / scale).clamp(min=torch.finfo(q.dtype).min / 2)
     if mask is not None and mask.dtype == torch.bool:
@@ -205,16 +202,34 @@ def _back(x: Tensor, layout: str, heads: int) -> Tensor:
 # --------------------------------------------------------------------------- the kernels
 
 
-@lowering(attention, "npu_fusion_attention_v3", _supports, ("npu_fusion_attention_v3",))
-def _attention(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    window: int,
+    sinks: Tensor | None = None,
+    **dropout: Any,
+) -> tuple[Tensor, ...]:
+    """(out, lse, seed, offset) of the kernel, the last two for ``dropout``, its keep_prob."""
     layout = _layout((q, k, v), 1)
-    arg = _mask(q, k, _four(mask, q, k), causal, scale, window)
-    qkv = (_to_layout(x, layout) for x in (q, k, v))
-    out, top, total, *_ = npu.npu_fusion_attention_v3(
-        *qkv, q.shape[1], layout, scale=scale, sink=None if sinks is None else sinks.float(), **arg
+    out, top, total, _, seed, offset = npu.npu_fusion_attention_v3(
+        *(_to_layout(x, layout) for x in (q, k, v)),
+        q.shape[1],
+        layout,
+        scale=scale,
+        sink=None if sinks is None else sinks.float(),
+        **_mask(q, k, _four(mask, q, k), causal, scale, window),
+        **dropout,
     )
     out, lse = _back(out, layout, q.shape[1]), _log_sum_exp(top, total, mask)
-    return _without_hidden(out, lse, _hidden(q, k, mask, causal, window), sinks)
+    if _is_additive(mask) and sinks is None:  # a sink takes all of a hidden row
+        # Of a row that minus infinity hides whole the kernel, which is given the smallest numbers instead, averages.
+        hidden = _seen(q, k, mask, causal, window).amax(-1, keepdim=True) == float("-inf")
+        out, lse = (stored_bsnd(x.masked_fill(h, 0.0)) for x, h in ((out, hidden), (lse, hidden.squeeze(-1))))
+    return out, lse, seed, offset
 
 
 def _log_sum_exp(top: Tensor, total: Tensor, mask: Tensor | None) -> Tensor:
@@ -222,31 +237,24 @@ def _log_sum_exp(top: Tensor, total: Tensor, mask: Tensor | None) -> Tensor:
     and there is no such mask."""
     kernel, _ = attention_lse.choose("npu", (top, total), {})
     lse = (kernel.build if kernel else attention_lse.reference)(top, total)
-    return stored_bsnd(lse.masked_fill(~(lse > LOWEST), 0.0)) if mask is not None and mask.dtype == torch.bool else lse
+    return lse if mask is None or _is_additive(mask) else stored_bsnd(lse.masked_fill(~(lse > LOWEST), 0.0))
 
 
-def _without_hidden(out: Tensor, lse: Tensor, hidden: Tensor | None, sinks: Tensor | None = None) -> tuple:
-    """Zeros in ``hidden`` rows, of which a sink has taken all already."""
-    if hidden is None or sinks is not None:
-        return out, lse
-    return stored_bsnd(out.masked_fill(hidden, 0.0)), stored_bsnd(lse.masked_fill(hidden.squeeze(-1), 0.0))
-
-
-def _statistics(q: Tensor, k: Tensor, lse: Tensor, mask: Tensor | None, causal: bool, window: int) -> dict[str, Tensor]:
-    """What the backward gets for the statistics: the log-sum-exp as largest score, and a sum of 1; where numbers of an
-    additive mask, such as -1e9, hide a row whole, as many as there are keys with the largest of them."""
-    total = torch.ones(lse.shape, dtype=lse.dtype, device=lse.device)
-    if mask is not None and mask.dtype != torch.bool:
-        seen = _seen(q, k, mask, causal, window)
-        total = torch.where(lse < FAR, (seen == seen.amax(-1, keepdim=True)).sum(-1), total)
-    top, total = (x.unsqueeze(-1).expand(*lse.shape, 8).contiguous() for x in (lse, total))
-    return {"softmax_max": top, "softmax_sum": total}
-
-
-@lowering(attention_backward, "npu_fusion_attention_grad_v3", _supports_backward, ("npu_fusion_attention_grad_v3",))
-def _attention_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    window: int,
+    **dropout: Any,
+) -> tuple[Tensor, ...]:
+    """(dq, dk, dv) of the kernel; ``dropout`` is its keep_prob, seed and offset."""
     layout = _layout((q, k, v, grad, out), 3)
-    arg = _mask(q, k, _four(mask, q, k), causal, scale, window)
     laid = functools.partial(_to_layout, layout=layout)
     dq, dk, dv, *_ = npu.npu_fusion_attention_grad_v3(
         laid(q),
@@ -258,9 +266,31 @@ def _attention_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, 
         attention_in=laid(out),
         scale_value=scale,
         **_statistics(q, k, lse, mask, causal, window),
-        **arg,
+        **_mask(q, k, _four(mask, q, k), causal, scale, window),
+        **dropout,
     )
     return tuple(_back(g, layout, like.shape[1]) for g, like in ((dq, q), (dk, k), (dv, v)))
+
+
+def _statistics(q: Tensor, k: Tensor, lse: Tensor, mask: Tensor | None, causal: bool, window: int) -> dict[str, Tensor]:
+    """What the backward gets for the statistics: the log-sum-exp as largest score, and a sum of 1; where numbers of an
+    additive mask, such as -1e9, hide a row whole, as many as there are keys with the largest of them."""
+    total = torch.ones(lse.shape, dtype=lse.dtype, device=lse.device)
+    if _is_additive(mask):
+        seen = _seen(q, k, mask, causal, window)
+        total = torch.where(lse < COUNTLESS, (seen == seen.amax(-1, keepdim=True)).sum(-1), total)
+    top, total = (x.unsqueeze(-1).expand(*lse.shape, 8).contiguous() for x in (lse, total))
+    return {"softmax_max": top, "softmax_sum": total}
+
+
+@lowering(attention, "npu_fusion_attention_v3", _supports, ("npu_fusion_attention_v3",))
+def _attention(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
+    return forward(q, k, v, mask, causal, scale, window, sinks)[:2]
+
+
+@lowering(attention_backward, "npu_fusion_attention_grad_v3", _supports_backward, ("npu_fusion_attention_grad_v3",))
+def _attention_backward(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
+    return backward(grad, q, k, v, out, lse, mask, causal, scale, window)
 
 
 @lowering(attention, "attention in blocks of rows", _blocked_supports)

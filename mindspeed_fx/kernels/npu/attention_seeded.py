@@ -7,15 +7,9 @@ graph.
 
 from __future__ import annotations
 
-import functools
-
-import torch
-
 from mindspeed_fx.kernels.attention_seeded import attention_seeded, attention_seeded_backward
 from mindspeed_fx.kernels.npu import attention as plain
-from mindspeed_fx.kernels.npu import check_types, lowering
-
-npu = torch.ops.npu
+from mindspeed_fx.kernels.npu import lowering
 
 
 def _supports(q, k, v, mask, causal, scale, window, p):
@@ -23,21 +17,12 @@ def _supports(q, k, v, mask, causal, scale, window, p):
 
 
 def _supports_backward(grad, q, k, v, out, lse, seed, offset, mask, causal, scale, window, p):
-    return plain._supports(q, k, v, mask, causal, scale, window, op="npu_fusion_attention_grad_v3") or check_types(
-        (q.dtype,), grad=grad, out=out
-    )
+    return plain._supports_backward(grad, q, k, v, out, lse, mask, causal, scale, window)
 
 
 @lowering(attention_seeded, "npu_fusion_attention_v3 with keep_prob", _supports, ("npu_fusion_attention_v3",))
 def _attention(q, k, v, mask, causal, scale, window, p):
-    layout = plain._layout((q, k, v), 1)
-    arg = plain._mask(q, k, plain._four(mask, q, k), causal, scale, window)
-    qkv = (plain._to_layout(x, layout) for x in (q, k, v))
-    out, top, total, _, seed, offset = npu.npu_fusion_attention_v3(
-        *qkv, q.shape[1], layout, scale=scale, keep_prob=1 - p, **arg
-    )
-    out, lse = plain._back(out, layout, q.shape[1]), plain._log_sum_exp(top, total, mask)
-    return *plain._without_hidden(out, lse, plain._hidden(q, k, mask, causal, window)), seed, offset
+    return plain.forward(q, k, v, mask, causal, scale, window, keep_prob=1 - p)
 
 
 @lowering(
@@ -47,22 +32,5 @@ def _attention(q, k, v, mask, causal, scale, window, p):
     ("npu_fusion_attention_grad_v3",),
 )
 def _attention_backward(grad, q, k, v, out, lse, seed, offset, mask, causal, scale, window, p):
-    layout = plain._layout((q, k, v, grad, out), 3)
-    arg = plain._mask(q, k, plain._four(mask, q, k), causal, scale, window)
-    laid = functools.partial(plain._to_layout, layout=layout)
-    dq, dk, dv, *_ = npu.npu_fusion_attention_grad_v3(
-        laid(q),
-        laid(k),
-        laid(v),
-        laid(grad),
-        q.shape[1],
-        layout,
-        attention_in=laid(out),
-        scale_value=scale,
-        keep_prob=1 - p,
-        seed=seed,
-        offset=offset,
-        **plain._statistics(q, k, lse, mask, causal, window),
-        **arg,
-    )
-    return tuple(plain._back(g, layout, like.shape[1]) for g, like in ((dq, q), (dk, k), (dv, v)))
+    dropout = {"keep_prob": 1 - p, "seed": seed, "offset": offset}
+    return plain.backward(grad, q, k, v, out, lse, mask, causal, scale, window, **dropout)
