@@ -6,8 +6,8 @@
   that do nothing disappear
 * ``square(x)``, ``x * x`` and ``x ** 2`` become ``pow(x, 2)``
 * ``chunk``, ``split``, ``tensor_split`` become ``split_with_sizes``
-* ``cat`` loses the empty vectors that it takes beside tensors of more dimensions, as caches of keys begin with one;
-  of one tensor that lies as it did it disappears
+* ``cat`` loses the tensors without elements, with which caches of keys begin and compressed ones end before their first
+  block; of one tensor that lies as it did it disappears
 """
 
 from __future__ import annotations
@@ -212,7 +212,9 @@ def _split(node: fx.Node) -> None:
 def _concatenate(node: fx.Node) -> None:
     tensors, value = node.args[0], node.meta["val"]
     kept = [
-        n for n in tensors if n.meta["needs_grad"] or str(n.meta["val"].shape) != "torch.Size([0])" or value.dim() == 1
+        n
+        for n in tensors
+        if n.meta["needs_grad"] or not any(isinstance(s, int) and s == 0 for s in n.meta["val"].shape)
     ]
     if not kept or all(n.meta["val"].dtype != value.dtype for n in kept):
         return

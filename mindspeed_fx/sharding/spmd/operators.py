@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -14,7 +15,7 @@ from mindspeed_fx.sharding.plan import ShardingError
 from mindspeed_fx.sharding.spmd import aten_rules, ring
 from mindspeed_fx.sharding.spmd.kept_whole import keep_whole
 from mindspeed_fx.sharding.spmd.parts import run_whole, sum_partials, whole
-from mindspeed_fx.sharding.spmd.redistribute import placed_at
+from mindspeed_fx.sharding.spmd.redistribute import placed_at, reshape
 
 aten = torch.ops.aten
 
@@ -27,6 +28,16 @@ def linear(x: DTensor, weight: DTensor, bias: DTensor | None = None) -> DTensor:
 def matmul(x: DTensor, y: DTensor) -> DTensor:
     """``aten.matmul``; by a matrix it is a linear layer."""
     return linear(x, y.t()) if y.ndim == 2 and x.ndim >= 2 else torch.matmul(x, y)
+
+
+def repeat(x: DTensor, repeats: Sequence[int]) -> DTensor:
+    """``aten.repeat`` and ``aten.tile``, as views: DTensor (2.13) views the gradient of a divided dimension that was
+    repeated as parts of another."""
+    sizes = [1] * (len(repeats) - x.ndim) + list(x.shape)
+    times = [1] * (x.ndim - len(repeats)) + list(repeats)
+    apart = reshape(x, [n for size in sizes for n in (1, size)])
+    repeated = apart.expand([n for both in zip(times, sizes) for n in both])
+    return reshape(repeated, [n * size for n, size in zip(times, sizes)])
 
 
 def rms_norm(x: DTensor, weight: DTensor | None, eps: float, cast_first: bool) -> Any:

@@ -337,6 +337,8 @@ HANDLERS: dict[Any, Callable] = {
     torch.ops.mindspeed.rms_norm.default: operators.rms_norm,
     torch.ops.mindspeed.add_rms_norm.default: operators.add_rms_norm,
     aten.matmul.default: operators.matmul,
+    aten.repeat.default: operators.repeat,
+    aten.tile.default: operators.repeat,
     aten.dropout.default: draws.dropout,
     aten.mean.default: operators.mean,
     aten.mean.dim: operators.mean,

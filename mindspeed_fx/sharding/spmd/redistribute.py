@@ -127,9 +127,9 @@ def exchange_shards(x: DTensor, i: int, placements: tuple[Placement, ...]) -> DT
 
 
 def reshape(x: DTensor, shape: Sequence[int]) -> DTensor:
-    """``aten.view`` and ``aten.reshape``. Where strided shards or several mesh dimensions divide a dimension, before or
-    after, :func:`placements_as` says what a rank's part is of the view: DTensor (2.13) cannot part such a dimension,
-    takes other pieces for a rank's, or views the gradient as parts of another size.
+    """``aten.view`` and ``aten.reshape``. :func:`placements_as` says what a rank's part is of the view: where strided
+    shards or several mesh dimensions divide a dimension, before, after, or in the gradient alone, DTensor (2.13) cannot
+    part it, takes other pieces for a rank's, or views the gradient as parts of another size.
 
     Raises:
         ShardingError: ranks share a dimension, of heads and their width, that becomes one of heads which they cannot
@@ -137,18 +137,15 @@ def reshape(x: DTensor, shape: Sequence[int]) -> DTensor:
     """
     whole = torch.empty(x.shape, device="meta").reshape(shape).shape
     placements = placements_as(x, whole)
+    if placements is not None:
+        return _Reshape.apply(x, whole, placements)
     strided = [i for i, p in enumerate(x.placements) if dtensor.is_strided(p)]
-    if strided and placements is None:
+    if strided:
         gathered = [Replicate() if i >= strided[0] else p for i, p in enumerate(x.placements)]
         return reshape(x.redistribute(placements=gathered), shape)
-    if placements is not None and any(is_divided_twice(p) for p in (x.placements, placements)):
-        return _Reshape.apply(x, whole, placements)
     try:
-        result = x.reshape(shape)
-        return _GradientFits.apply(result, x.shape) if _may_not_fit(result, x.shape) else result
+        return x.reshape(shape)
     except RuntimeError as e:
-        if placements is not None and "unevenly" not in str(e):
-            raise
         mesh = x.device_mesh
         cut = ", ".join(
             f"dimension {p.dim} over {mesh.size(i)} ranks"
@@ -162,16 +159,18 @@ def reshape(x: DTensor, shape: Sequence[int]) -> DTensor:
         )
         error.__cause__ = e
         keep_whole(error)
-        return placed_at(x, _placements_that_fit(x, whole)).reshape(shape)
+        return reshape(placed_at(x, _placements_that_fit(x, whole)), shape)
 
 
 def _placements_that_fit(x: DTensor, shape: Sequence[int]) -> list[Placement]:
-    """Of ``x``, whole over as few mesh dimensions as a view as ``shape`` needs, inner ones first."""
+    """Of ``x``, whole over as few mesh dimensions as a view as ``shape`` needs, inner ones first: those that do not fit
+    alone, and where that is not enough, more."""
     placements = list(x.placements)
-    for i in reversed(range(len(placements))):
-        alone = [p if j == i else Replicate() for j, p in enumerate(x.placements)]
-        if dtensor.is_divided(placements[i]) and _parts_as(x.shape, alone, x.device_mesh, shape) is None:
-            placements[i] = Replicate()
+    for alone in (True, False):
+        for i in reversed(range(len(placements))):
+            tried = [p if j == i or not alone else Replicate() for j, p in enumerate(placements)]
+            if dtensor.is_divided(placements[i]) and _parts_as(x.shape, tried, x.device_mesh, shape) is None:
+                placements[i] = Replicate()
     return placements
 
 
@@ -265,58 +264,32 @@ def unflatten(x: DTensor, dim: int, sizes: list[int]) -> DTensor:
     return reshape(x, [*x.shape[:dim], *parts, *x.shape[dim + 1 :]])
 
 
-def _may_not_fit(x: DTensor, shape: Sequence[int]) -> bool:
-    """Whether a gradient of ``x`` may come divided along a dimension that ranks cannot share once it is viewed as
-    ``shape``: the width of heads that are whole on every rank because their number is uneven.
-    """
-    if not x.requires_grad:
-        return False
-    if x.device_mesh.ndim > 1 and any(p.is_replicate() for p in x.placements):
-        return True  # two mesh dimensions may divide the gradient
-    for i, p in enumerate(x.placements):
-        n = x.device_mesh.size(i)
-        for d in range(x.ndim) if p.is_replicate() and n > 1 else ():
-            divided = [Shard(d) if j == i else Replicate() for j in range(x.device_mesh.ndim)]
-            if x.shape[d] % n == 0 and x.shape[d] and _parts_as(x.shape, divided, x.device_mesh, shape) is None:
-                return True
-    return False
-
-
-class _GradientFits(torch.autograd.Function):
-    """The identity; a gradient that cannot be viewed as ``shape`` in parts is placed as the value was."""
-
-    @staticmethod
-    def forward(ctx: Any, x: DTensor, shape: torch.Size) -> DTensor:
-        ctx.set_materialize_grads(False)
-        ctx.placements, ctx.shape = _without_sums(x.placements), shape
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: DTensor | None) -> tuple[DTensor | None, None]:
-        if grad is None or grad.placements == ctx.placements:
-            return grad, None
-        if is_divided_twice(grad.placements) or placements_as(grad, ctx.shape) is None:
-            grad = grad.redistribute(placements=ctx.placements)
-        return grad, None
-
-
 class _Reshape(torch.autograd.Function):
     """A view of each rank's part."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, shape: torch.Size, placements: tuple[Placement, ...]) -> DTensor:
         ctx.set_materialize_grads(False)
-        ctx.x, ctx.placements = (_without_sums(x.placements), x.shape, x.stride()), _without_sums(placements)
-        return _as_view(x, placements, shape, torch.empty(shape, device="meta").stride())
+        ctx.x, ctx.placements = (_without_sums(x.placements), x.shape), _without_sums(placements)
+        return _as_view(x, placements, shape)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor | None) -> tuple[DTensor | None, None, None]:
         if grad is None:
             return None, None, None
-        return _as_view(grad.redistribute(placements=ctx.placements), *ctx.x), None, None
+        placements, shape = ctx.x
+        if grad.placements != ctx.placements:
+            fitting = None if is_divided_twice(grad.placements) else placements_as(grad, shape)
+            if fitting is None:
+                grad = grad.redistribute(placements=ctx.placements)
+            placements = fitting or placements
+        return _as_view(grad, placements, shape), None, None
 
 
-def _as_view(x: DTensor, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]) -> DTensor:
+def _as_view(x: DTensor, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
+    """``x`` as ``shape``, which is said to be stored as a view of the whole is, as the parts are: another view would be
+    right for what is said alone."""
+    stride = torch.empty_strided(x.shape, x.stride(), device="meta").reshape(shape).stride()
     sizes = list(shape)
     for i, p in enumerate(placements):
         if dtensor.is_divided(p):
