@@ -57,6 +57,7 @@ def targets(gm):
         (
             [
                 lambda x: torch.cat([torch.tensor([]), x.relu()], -1).exp(),
+                lambda x: torch.cat([x.relu(), x.new_zeros(x.shape[0], 0)], -1).exp(),
                 lambda x: torch.cat([x.relu()], 0).exp(),
                 lambda x: x.relu().exp(),
             ],
@@ -66,6 +67,7 @@ def targets(gm):
             [
                 lambda x: torch.cat([torch.tensor([]), x, x], -1),
                 lambda x: torch.cat([x, torch.tensor([]), x], -1),
+                lambda x: torch.cat([x.new_empty(x.shape[0], 0), x, x], -1),
                 lambda x: torch.cat([x, x], -1),
             ],
             [aten.cat.default],

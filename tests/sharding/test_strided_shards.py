@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from mindspeed_fx.compat import dtensor, strided_shards
 from mindspeed_fx.sharding.spmd import aten_rules
+from mindspeed_fx.sharding.spmd.program import HANDLERS
 from mindspeed_fx.sharding.spmd.redistribute import _redistribute, reshape
 
 R = Replicate()
@@ -190,6 +191,50 @@ def test_tokens_of_sequences_and_back(sizes, placements, batch):
             (back * distribute_tensor(weight, mesh, [R] * len(sizes), src_data_rank=None)).sum(), given
         )
         torch.testing.assert_close(gradient.full_tensor().reconcile(), 2 * x * weight.view(x.shape))
+
+
+def divided_tokens(mesh, width: int) -> tuple[torch.Tensor, torch.distributed.tensor.DTensor]:
+    """Tokens [batch * sequence, width] of four sequences that the mesh dimension divides, whole and in parts."""
+    x = torch.randn(4, 12, width, dtype=torch.float64)
+    given = distribute_tensor(x, mesh, [Shard(1)], src_data_rank=None).requires_grad_()
+    return x.view(-1, width).requires_grad_(), reshape(given, [-1, width])
+
+
+@pytest.mark.parametrize("repeat", [torch.ops.aten.repeat.default, torch.ops.aten.tile.default])
+@pytest.mark.parametrize("times", [(3, 1), (1, 2), (2, 1, 1), (3, 2)])
+def test_repeated_tokens_and_their_gradient(repeat, times):
+    """DTensor alone (2.13) gives the gradient other rows, or none: it views it as parts of another dimension."""
+    with dtensor.all_ranks({"a": 2}) as mesh:
+        whole, x = divided_tokens(mesh, 6)
+        expected, found = whole.repeat(times), HANDLERS[repeat](x, times)
+        check(found, expected, [2])
+        weight = torch.randn_like(expected)
+        (gradient,) = torch.autograd.grad((found * distribute_tensor(weight, mesh, [R], src_data_rank=None)).sum(), x)
+        check(gradient, *torch.autograd.grad((expected * weight).sum(), whole), [2])
+
+
+def test_a_gradient_in_pieces_of_a_view_of_a_whole_value():
+    """As that of a router's scores, which scale tokens of divided sequences."""
+    with dtensor.all_ranks({"a": 2}) as mesh:
+        whole, x = divided_tokens(mesh, 6)
+        scores = torch.randn(48, 4, dtype=torch.float64, requires_grad=True)
+        given = distribute_tensor(scores, mesh, [R], src_data_rank=None).requires_grad_()
+        scale = reshape(given.transpose(0, 1), [-1, 1])
+        found = HANDLERS[torch.ops.aten.repeat.default](x, (4, 1)) * scale
+        expected = whole.repeat(4, 1) * scores.t().reshape(-1, 1)
+        gradients = torch.autograd.grad(expected.square().sum(), (scores, whole))
+        for gradient, wanted in zip(torch.autograd.grad(found.square().sum(), (given, x)), gradients, strict=True):
+            torch.testing.assert_close(gradient.full_tensor().reconcile(), wanted)
+
+
+def test_a_view_is_stored_as_that_of_the_whole_is():
+    """What is a view of the whole alone, or of the parts alone, would fail on the other."""
+    with dtensor.all_ranks({"a": 2}) as mesh:
+        whole, x = divided_tokens(mesh, 6)
+        apart = whole.view(48, 2, 3).transpose(0, 1).contiguous().transpose(0, 1).view(4, 12, 2, 3)
+        found = reshape(reshape(x, [48, 2, 3]).transpose(0, 1).contiguous().transpose(0, 1), [4, 12, 2, 3])
+        assert found.stride() == apart.stride() and not found.is_contiguous()
+        check(found.flatten(2), apart.flatten(2), [2])
 
 
 @pytest.mark.parametrize("terms", [("bnd", "ndh"), ("bnd", "dh"), ("bnd", "ndh", "n")])
