@@ -237,6 +237,25 @@ def test_a_view_is_stored_as_that_of_the_whole_is():
         check(found.flatten(2), apart.flatten(2), [2])
 
 
+@pytest.mark.parametrize("second", [(4, 12, 3, 5), (4, 1, 3, 5), (12, 3, 5), (1, 12, 3, 5)])
+@pytest.mark.parametrize("placed", [[R, R], [Shard(1), Shard(1)]])
+def test_products_of_matrices_for_every_token(second, placed):
+    """Of a sequence that two mesh dimensions divide, as in hyper-connections and indexers."""
+    x = torch.randn(4, 12, 2, 3, dtype=torch.float64, requires_grad=True)
+    y = torch.randn(second, dtype=torch.float64, requires_grad=True)
+    placed = placed if len(second) == 4 and second[1] > 1 else [R, R]
+    with dtensor.all_ranks({"a": 2, "b": 2}) as mesh:
+        given = distribute_tensor(x.detach(), mesh, [Shard(1), Shard(1)], src_data_rank=None).requires_grad_()
+        other = distribute_tensor(y.detach(), mesh, placed, src_data_rank=None).requires_grad_()
+        for first, after, expected in ((given, other, x @ y), (other.mT, given.mT, y.mT @ x.mT)):
+            found = HANDLERS[torch.ops.aten.matmul.default](first, after)
+            check(found, expected, [2, 2])
+            assert found.placements == given.placements
+            gradients = torch.autograd.grad(expected.square().sum(), (x, y))
+            for gradient, wanted in zip(torch.autograd.grad(found.square().sum(), (given, other)), gradients):
+                torch.testing.assert_close(gradient.full_tensor().reconcile(), wanted)
+
+
 @pytest.mark.parametrize("terms", [("bnd", "ndh"), ("bnd", "dh"), ("bnd", "ndh", "n")])
 def test_einsum_leaves_a_sum_over_ranks_of_what_it_sums(terms):
     """Rows over one mesh dimension, heads that are summed over the other: nothing is gathered, nor added up yet."""

@@ -10,12 +10,13 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from mindspeed_fx.compat import dtensor
+from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.kernels.base import accumulation_dtype
 from mindspeed_fx.sharding.plan import ShardingError
 from mindspeed_fx.sharding.spmd import aten_rules, ring
 from mindspeed_fx.sharding.spmd.kept_whole import keep_whole
-from mindspeed_fx.sharding.spmd.parts import run_whole, sum_partials, whole
-from mindspeed_fx.sharding.spmd.redistribute import placed_at, reshape
+from mindspeed_fx.sharding.spmd.parts import Strategy, run_in_parts, run_whole, sum_partials, whole
+from mindspeed_fx.sharding.spmd.redistribute import is_divided_twice, placed_at, reshape
 
 aten = torch.ops.aten
 
@@ -26,8 +27,24 @@ def linear(x: DTensor, weight: DTensor, bias: DTensor | None = None) -> DTensor:
 
 
 def matmul(x: DTensor, y: DTensor) -> DTensor:
-    """``aten.matmul``; by a matrix it is a linear layer."""
-    return linear(x, y.t()) if y.ndim == 2 and x.ndim >= 2 else torch.matmul(x, y)
+    """``aten.matmul``; by a matrix it is a linear layer. Where several mesh dimensions divide one of a batch, DTensor
+    (2.13) cannot view that for a product of three dimensions, and each rank multiplies its parts."""
+    if y.ndim == 2 and x.ndim >= 2:
+        return linear(x, y.t())
+    if min(x.ndim, y.ndim) > 2 and any(is_divided_twice(t.placements) for t in (x, y)):
+        return run_in_parts(torch.matmul, (x, y), {}, _product_strategies(x.shape, y.shape))
+    return torch.matmul(x, y)
+
+
+def _product_strategies(x: torch.Size, y: torch.Size) -> list[Strategy]:
+    """Of products of matrices: by every dimension of the batch, which one of them may have alone, by rows, by columns,
+    and by what is summed."""
+    rows, columns, ndim = len(x) - 2, len(y) - 1, max(len(x), len(y))
+    strategies: list[Strategy] = [(ndim - 2, [rows, REPLICATED]), (ndim - 1, [REPLICATED, columns])]
+    for back in range(3, ndim + 1):
+        own = [len(s) - back if back <= len(s) and s[-back] != 1 else REPLICATED for s in (x, y)]
+        strategies.append((ndim - back, own))
+    return [*strategies, (PARTIAL, [rows + 1, columns - 1])]
 
 
 def repeat(x: DTensor, repeats: Sequence[int]) -> DTensor:
