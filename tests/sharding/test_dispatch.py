@@ -124,6 +124,29 @@ def test_weights_gathered_by_expert():
     assert result.forward["all_to_all_single"] == 6
 
 
+class CappedExperts(torch.nn.Module):
+    """One weight for gate and up, and an activation that no fused operator has."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up = torch.nn.Parameter(torch.randn(EXPERTS, HIDDEN, 2 * WIDE, dtype=torch.float64) / 2)
+        self.down = torch.nn.Parameter(torch.randn(EXPERTS, WIDE, HIDDEN, dtype=torch.float64) / 2)
+
+    def forward(self, x, chosen, weights):
+        rows, order = ops.moe_permute(x, chosen)
+        ends = counted(chosen).cumsum(0).to(torch.int32)
+        gate, up = ops.grouped_matmul(rows, self.gate_up, ends).chunk(2, -1)
+        inner = torch.tanh(gate.abs().log1p()) * torch.nn.functional.softplus(up)
+        return ops.moe_unpermute(ops.grouped_matmul(inner, self.down, ends), order, weights)
+
+
+@pytest.mark.parametrize("plan, collective, count", [("ep_alltoall", "all_to_all_single", 3), ("ep", "all_reduce", 1)])
+def test_any_activation_is_computed_of_own_rows(plan, collective, count):
+    model = Mixture()
+    model.experts = CappedExperts()
+    assert checked(model, {"ep": 2}, plan).forward[collective] == count
+
+
 class RowExperts(Experts):
     """A module of experts that gets rows, sorted already."""
 

@@ -24,37 +24,25 @@ from torch.utils import _pytree as pytree
 
 from mindspeed_fx.compat import dtensor
 from mindspeed_fx.kernels.base import TAGGED
+from mindspeed_fx.sharding.spmd.aten_rules import is_pointwise
 
 aten, ops = torch.ops.aten, torch.ops.mindspeed
 
-ATEN_ROWWISE = {
-    aten.silu.default,
-    aten.gelu.default,
-    aten.relu.default,
-    aten.sigmoid.default,
-    aten.tanh.default,
-    aten.mul.Tensor,
-    aten.mul.Scalar,
-    aten.add.Tensor,
-    aten.sub.Tensor,
-    aten.div.Tensor,
-    aten.pow.Tensor_Scalar,
-    aten.full_like.default,
-    aten.clamp.default,
-    aten.to.dtype,
-    operator.getitem,
+BY_DIMENSION = {
+    aten.chunk.default: 2,
+    aten.split.Tensor: 2,
+    aten.split_with_sizes.default: 2,
+    aten.slice.Tensor: 1,
+    aten.narrow.default: 1,
 }
-"""Operators each of whose rows of results is made of the same row of the arguments; the package's own are its
-activations (``TAGS`` of :mod:`mindspeed_fx.kernels.base`).
-"""
-
-BY_DIMENSION = {aten.chunk.default: 2, aten.split.Tensor: 2, aten.slice.Tensor: 1, aten.narrow.default: 1}
-"""As :data:`ATEN_ROWWISE` along any dimension but the first: operator -> position of the dimension."""
+"""Operators that work row by row along any dimension but the first: operator -> position of the dimension."""
 
 
 def is_rowwise(target: Any) -> bool:
     """Whether each row of the results is made of the same row of the arguments."""
-    return target in ATEN_ROWWISE or target in TAGGED["activation"]
+    if target in (operator.getitem, aten.full_like.default) or target in TAGGED["activation"]:
+        return True
+    return is_pointwise(target) and not target._schema.is_mutable
 
 
 @dataclass(frozen=True, eq=False)
