@@ -15,6 +15,7 @@ import re
 import signal
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from tests.zoo.parallel_models import ARCHITECTURES, MIXTURES, build
 TOLERANCE = 1e-9
 SECONDS = 300
 """For one cell."""
+SEED = 1
+"""Of what a step draws."""
 
 PLANS: dict[str, tuple[str, dict[str, int]]] = {
     "tp": ("tp", {"tp": 2}),
@@ -45,27 +48,38 @@ PLANS: dict[str, tuple[str, dict[str, int]]] = {
 
 
 def cell(name: str, column: str) -> tuple[str, str]:
-    """("equal", largest error), ("whole", what stays whole while all is equal), ("refused", the line) or ("wrong" or
-    "broken", what happened)."""
-    import mindspeed_fx
-    from mindspeed_fx.errors import OptionError
-    from mindspeed_fx.sharding.presets import named_plan
-
+    """:func:`under_plan` of an architecture of the table."""
     model, inputs = build(name)
-    plan, mesh = PLANS[column]
     model.zero_grad()
     unused = copy.deepcopy(model)  # a recurrent model holds the state of its last step
     loss = model(**inputs)
     loss.backward()
+    return under_plan(unused, inputs, column, lambda result: compared(model, loss, result, TOLERANCE))
+
+
+def under_plan(
+    model: torch.nn.Module,
+    inputs: dict[str, torch.Tensor],
+    column: str,
+    verdict: Callable[[Any], tuple[str, str]],
+) -> tuple[str, str]:
+    """What ``verdict`` says of the simulated step: ("equal", largest error) or ("wrong", what happened); and ("whole",
+    what stays whole while all is equal), ("refused", the line) or ("broken", what happened)."""
+    import mindspeed_fx
+    from mindspeed_fx.errors import OptionError
+    from mindspeed_fx.sharding.presets import named_plan
+
+    plan, mesh = PLANS[column]
     try:
         if plan == "search":
-            plan = mindspeed_fx.plan(unused, tuple(inputs.values()), mesh=mesh, hardware="ascend910b2")
+            plan = mindspeed_fx.plan(model, (), inputs, mesh=mesh, hardware="ascend910b2")
             if plan.unsupported:
                 return "refused", f"unsupported: {'; '.join(plan.unsupported)}"
             mesh = plan.sizes
         if column in TENSOR:
-            plan = named_plan(plan, unused, kwargs=inputs)
-        result = mindspeed_fx.simulate(unused, mesh, plan, **inputs)
+            plan = named_plan(plan, model, kwargs=inputs)
+        torch.manual_seed(SEED)
+        result = mindspeed_fx.simulate(model, mesh, plan, **inputs)
     except OptionError as error:
         return ("refused", str(error)) if "\n" not in str(error) else ("broken", str(error).splitlines()[0])
     except Exception as error:  # noqa: BLE001  goes into the table
@@ -73,7 +87,7 @@ def cell(name: str, column: str) -> tuple[str, str]:
         return (
             "refused" if isinstance(cause, OptionError) else "broken"
         ), f"{type(cause).__name__}: {str(cause).strip().splitlines()[0] if str(cause).strip() else ''}"
-    word, text = compared(model, loss, result)
+    word, text = verdict(result)
     whole = [*result.whole, *(layers_kept(model, plan, inputs) if column in TENSOR else ())]
     return ("whole", f"{len(whole)}: {whole[0]}") if word == "equal" and whole else (word, text)
 
@@ -91,7 +105,7 @@ def layers_kept(model: torch.nn.Module, plan: Any, inputs: dict[str, torch.Tenso
     return [f'layer "{n}": {reasons.get(f"{n}.weight", "no role was read")}' for n in kept]
 
 
-def compared(model: torch.nn.Module, loss: torch.Tensor, result: Any) -> tuple[str, str]:
+def compared(model: torch.nn.Module, loss: torch.Tensor, result: Any, tolerance: float) -> tuple[str, str]:
     """The verdict on a simulated step."""
     expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     if missing := expected.keys() ^ result.gradients.keys():
@@ -105,8 +119,8 @@ def compared(model: torch.nn.Module, loss: torch.Tensor, result: Any) -> tuple[s
         for n, g in expected.items()
     }
     worst = max(errors, key=lambda n: errors[n] if errors[n] == errors[n] else float("inf"))
-    return ("equal" if errors[worst] <= TOLERANCE else "wrong"), f"{errors[worst]:.0e}" + (
-        f" ({worst})" if not errors[worst] <= TOLERANCE else ""
+    return ("equal" if errors[worst] <= tolerance else "wrong"), f"{errors[worst]:.0e}" + (
+        f" ({worst})" if not errors[worst] <= tolerance else ""
     )
 
 
