@@ -42,16 +42,19 @@ class Step(torch.nn.Module):
 
 
 def build(name: str, use: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """A model and the inputs of one step, of an even number of rows, where the use takes several."""
+    """A model and the inputs of one step: four rows, but for packed documents."""
     try:
         model, inputs = architectures.build(name, attention="sdpa")
     except ValueError:  # a model that has no such attention
         model, inputs = architectures.build(name)
-    inputs |= {n: torch.cat([v, v.roll(1, -1)]) for n, v in inputs.items() if torch.is_tensor(v)}
     for part in use.split("+"):
         uses.CHANGES.get(part, lambda model: None)(model)
         inputs = CALLS.get(part, lambda inputs: inputs)(inputs)
+    if "inputs_embeds" in inputs:
+        inputs["inputs_embeds"] = model.get_input_embeddings()(inputs["inputs_embeds"]).detach()
     tensors = {n: v for n, v in inputs.items() if torch.is_tensor(v) and v.dim()}
+    if "packed" not in use:
+        tensors = {n: torch.cat([v, v.flip(0)]) for n, v in tensors.items()}
     return Step(model, {n: v for n, v in inputs.items() if n not in tensors}).train(), tensors
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 pytest.importorskip("transformers", reason="needs Hugging Face transformers")
-from tests.zoo import plans
+from tests.zoo import planned_uses, plans
 
 QUICK = [("deepseek_v3", "zero2"), ("opt", "hybrid"), ("gpt2", "tp_sp"), ("falcon", "ulysses"), ("vit", "tp_sp")]
 WHOLE = {
@@ -35,3 +35,26 @@ def test_equals_one_device_or_is_refused(name):
     found = {column: plans.cell(name, column) for column in plans.columns(name)}
     assert all(word in ("equal", "whole", "refused") for word, _ in found.values()), found
     assert sum(word in ("equal", "whole") for word, _ in found.values()) >= 8, found
+
+
+# what scales tokens by their router's scores, tensors without elements, products of matrices for every token, views of
+# what a tensor parallel plan divides, and experts of an activation of their own
+@pytest.mark.parametrize("name, plan", [
+    ("llama4_text", "tp_sp"),
+    ("deepseek_v4", "hybrid"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("llama4_text", "ulysses"),
+        ("deepseek_v4", "search"),
+        ("deepseek_v32", "hybrid"),
+        ("mvp", "tp_sp"),
+        ("inkling2_text", "search"),
+    )),
+])  # fmt: skip
+def test_architectures_that_are_not_in_the_table(name, plan):
+    word, text = planned_uses.compared(name, "plain", plan)
+    assert word in ("equal", "whole"), text
+
+
+@pytest.mark.parametrize("use", ["padded_left+dropping", "embedded+unlabelled"])
+def test_uses_under_a_plan(use):
+    assert planned_uses.compared("llama", use, "hybrid")[0] == "equal"
