@@ -256,6 +256,18 @@ def test_products_of_matrices_for_every_token(second, placed):
                 torch.testing.assert_close(gradient.full_tensor().reconcile(), wanted)
 
 
+def test_a_gradient_in_pieces_of_a_product_of_whole_matrices():
+    x, y = (torch.randn(4, 12, *s, dtype=torch.float64, requires_grad=True) for s in ((2, 3), (3, 5)))
+    weight = torch.randn(4, 12, 1, 1, dtype=torch.float64)
+    with dtensor.all_ranks({"a": 2, "b": 2}) as mesh:
+        given = [distribute_tensor(t.detach(), mesh, [R, R], src_data_rank=None).requires_grad_() for t in (x, y)]
+        found = HANDLERS[torch.ops.aten.matmul.default](*given)
+        found = found * distribute_tensor(weight, mesh, [Shard(1), Shard(1)], src_data_rank=None)
+        gradients = torch.autograd.grad((x @ y * weight).square().sum(), (x, y))
+        for gradient, wanted in zip(torch.autograd.grad(found.square().sum(), given), gradients, strict=True):
+            torch.testing.assert_close(gradient.full_tensor().reconcile(), wanted)
+
+
 @pytest.mark.parametrize("terms", [("bnd", "ndh"), ("bnd", "dh"), ("bnd", "ndh", "n")])
 def test_einsum_leaves_a_sum_over_ranks_of_what_it_sums(terms):
     """Rows over one mesh dimension, heads that are summed over the other: nothing is gathered, nor added up yet."""

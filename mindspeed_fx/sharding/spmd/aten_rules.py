@@ -80,7 +80,7 @@ def run(target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return draws.draw_in_place(target, name, args, kwargs)
     if not tensors or target._schema.is_mutable:  # DTensor refuses a write that would need another placement
         return target(*args, **kwargs)
-    if name in TRUSTED and not (name == "einsum" and _may_be_in_pieces(tensors)):
+    if name in TRUSTED and not (name == "einsum" and may_be_in_pieces(tensors)):
         args, kwargs = pytree.tree_map_only(DTensor, _summed_for(name, tensors), (args, kwargs))
         return target(*args, **kwargs)
     if name in READS and (terms := _terms(*tensors)):
@@ -94,7 +94,7 @@ def run(target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return run_in_parts(target, args, kwargs, result)
 
 
-def _may_be_in_pieces(tensors: list[DTensor]) -> bool:
+def may_be_in_pieces(tensors: list[DTensor]) -> bool:
     """Whether several mesh dimensions may divide ``tensors`` or their gradients, or one divides a dimension in pieces,
     or would a view of them that DTensor does not make."""
     if tensors[0].device_mesh.ndim > 1 or not strided_shards.views_make_strided_shards():

@@ -16,7 +16,7 @@ from mindspeed_fx.sharding.plan import ShardingError
 from mindspeed_fx.sharding.spmd import aten_rules, ring
 from mindspeed_fx.sharding.spmd.kept_whole import keep_whole
 from mindspeed_fx.sharding.spmd.parts import Strategy, run_in_parts, run_whole, sum_partials, whole
-from mindspeed_fx.sharding.spmd.redistribute import is_divided_twice, placed_at, reshape
+from mindspeed_fx.sharding.spmd.redistribute import placed_at, reshape
 
 aten = torch.ops.aten
 
@@ -27,11 +27,12 @@ def linear(x: DTensor, weight: DTensor, bias: DTensor | None = None) -> DTensor:
 
 
 def matmul(x: DTensor, y: DTensor) -> DTensor:
-    """``aten.matmul``; by a matrix it is a linear layer. Where several mesh dimensions divide one of a batch, DTensor
-    (2.13) cannot view that for a product of three dimensions, and each rank multiplies its parts."""
+    """``aten.matmul``; by a matrix it is a linear layer. Where several mesh dimensions may divide one of a batch, or one
+    of the gradient, DTensor (2.13) cannot view that for a product of three dimensions, and each rank multiplies its
+    parts."""
     if y.ndim == 2 and x.ndim >= 2:
         return linear(x, y.t())
-    if min(x.ndim, y.ndim) > 2 and any(is_divided_twice(t.placements) for t in (x, y)):
+    if min(x.ndim, y.ndim) > 2 and aten_rules.may_be_in_pieces([x, y]):
         return run_in_parts(torch.matmul, (x, y), {}, _product_strategies(x.shape, y.shape))
     return torch.matmul(x, y)
 
