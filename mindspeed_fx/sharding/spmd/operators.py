@@ -27,8 +27,8 @@ def linear(x: DTensor, weight: DTensor, bias: DTensor | None = None) -> DTensor:
 
 
 def matmul(x: DTensor, y: DTensor) -> DTensor:
-    """``aten.matmul``; by a matrix it is a linear layer. Where several mesh dimensions may divide one of a batch, or one
-    of the gradient, DTensor (2.13) cannot view that for a product of three dimensions, and each rank multiplies its
+    """``aten.matmul``; by a matrix it is a linear layer. Where several mesh dimensions may divide one of a batch, or of
+    the gradient alone, DTensor (2.13) cannot view that for a product of three dimensions, and each rank multiplies its
     parts."""
     if y.ndim == 2 and x.ndim >= 2:
         return linear(x, y.t())
