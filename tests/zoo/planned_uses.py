@@ -24,7 +24,7 @@ TOLERANCE = 1e-4
 SECONDS = 300
 CALLS = {name: use for name, use in uses.CALLS.items() if name not in ("shortened", "regrouped", "evaluated", "cached")}
 """Those of one training step."""
-USES = ("plain", *CALLS, *uses.CHANGES)
+USES = tuple(name for name in uses.USES if name in CALLS or name not in uses.CALLS)
 PLANS = ("tp_sp", "ulysses", "ring", "hybrid", "zero3", "ep_alltoall", "search")
 
 

@@ -37,7 +37,7 @@ def test_a_use_gives_what_it_gives_eager(name):
 
 @pytest.mark.parametrize("name", EMULATED)
 def test_a_use_gives_on_an_emulated_npu_what_it_gives_eager(name):
-    kind, text = uses.compared(name, EMULATED[name], target="npu")
+    kind, text = uses.compared(name, EMULATED[name], {"target": "npu"})
     assert kind == "equal" and len(text) == len("1e-07"), text
 
 

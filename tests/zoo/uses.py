@@ -1,6 +1,6 @@
 """The architectures of the zoo as people use them: whether each way of calling a model gives what it gives eager.
 
-    python -m tests.zoo.uses [--use NAME[+NAME...] ...] [--jobs 2] [--codegen inductor | --target npu] [NAME ...]
+    python -m tests.zoo.uses [--use NAME[+NAME...] ...] [--options JSON] [--jobs 2] [NAME ...]
 
 The match rate (table.py) makes every model simple, so that sites can be counted: attention by hand, no mask, no cache,
 a loss inside. Here causal models are built with transformers' defaults and called in the ways of :data:`USES`, and what
@@ -14,9 +14,10 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
+import json
 import multiprocessing
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -172,7 +173,7 @@ CALLS: dict[str, Callable[[Inputs], Inputs]] = {
 CHANGES: dict[str, Callable[[torch.nn.Module], None]] = {
     f.__name__: f for f in (frozen, checkpointed, adapted, dropping, marked)
 }
-USES = (*CALLS, *CHANGES)
+USES = ("plain", *CALLS, *CHANGES)
 
 
 # ---------------------------------------------------------------- the comparison
@@ -263,18 +264,18 @@ def difference(expected: Tensors, found: Tensors) -> tuple[float, str]:
     return worst
 
 
-def one(name: str, use: str, codegen: str, target: str, seconds: int = 300) -> tuple[str, str]:
+def one(name: str, use: str, options: Mapping[str, Any], seconds: int = 300) -> tuple[str, str]:
     """:func:`compared` in a process of its own: nothing but the result is told, in so many seconds."""
     table.quiet()
     with table.time_limit(seconds):
-        return compared(name, use, codegen, target)
+        return compared(name, use, options)
 
 
-def compared(name: str, use: str, codegen: str = "eager", target: str = "cpu") -> tuple[str, str]:
+def compared(name: str, use: str, options: Mapping[str, Any] = {}) -> tuple[str, str]:
     """("equal", "unbuilt" or "differs", what is known of it) of a model used in ``use``, ways of :data:`USES` with +
     between them. A difference that one of torch's own backends has as well, or the rounding of weights, is equal; what
     fails is not, and the text tells whether theirs fail, too."""
-    parts = use.split("+")
+    parts, options = use.split("+"), {"codegen": "eager", "target": "cpu", **options}
 
     def through(backend: str, **settings: Any) -> Tensors:
         torch._dynamo.reset()
@@ -285,7 +286,7 @@ def compared(name: str, use: str, codegen: str = "eager", target: str = "cpu") -
             model, inputs = architectures.build(name, attention="sdpa")
         except ValueError:  # a model that has no such attention
             model, inputs = architectures.build(name)
-        if target == "npu":
+        if options["target"] == "npu":
             model = model.float()
         for part in parts:
             CHANGES.get(part, lambda model: None)(model)
@@ -296,8 +297,8 @@ def compared(name: str, use: str, codegen: str = "eager", target: str = "cpu") -
     except Exception as error:  # noqa: BLE001  the model is not ours
         return "unbuilt", table.one_line(error)
     try:
-        far, what = difference(expected, through("mindspeed", options={"codegen": codegen, "target": target}))
-        if far <= TOLERANCE[target]:
+        far, what = difference(expected, through("mindspeed", options=options))
+        if far <= TOLERANCE[options["target"]]:
             return "equal", f"{far:.0e}"
     except Exception as error:  # noqa: BLE001
         far, what = float("inf"), table.one_line(error)
@@ -325,15 +326,14 @@ def main() -> None:
     parser.add_argument("architectures", nargs="*", help="causal models of transformers; all by default")
     parser.add_argument("--use", action="append", help=f"{', '.join(USES)}; several with +; each by itself by default")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--codegen", choices=("eager", "inductor"), default="eager")
-    parser.add_argument("--target", choices=TOLERANCE, default="cpu")
+    parser.add_argument("--options", type=json.loads, default={}, help='of the backend; "codegen" is eager by default')
     args = parser.parse_args()
     for part in {part for use in args.use or () for part in use.split("+")} - {*USES}:
         parser.error(f"--use {part}: valid: {', '.join(USES)}")
     spawn, counts = multiprocessing.get_context("spawn"), Counter[str]()
     with concurrent.futures.ProcessPoolExecutor(args.jobs, spawn, torch.set_num_threads, (1,)) as pool:
         work = [(n, use) for use in args.use or USES for n in args.architectures or architectures.names()]
-        waiting = {pool.submit(one, *case, args.codegen, args.target): case for case in work}
+        waiting = {pool.submit(one, *case, args.options): case for case in work}
         for done in concurrent.futures.as_completed(waiting):
             name, use = waiting[done]
             kind, text = done.result()
