@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, _api
+from torch.distributed.tensor import DTensor, Replicate, _api, _redistribute
 
 
 def part_of(x: DTensor) -> torch.Tensor:
@@ -34,3 +34,23 @@ class _Part(torch.autograd.Function):
         if grad is None:
             return None
         return DTensor.from_local(grad, ctx.mesh, ctx.placements, run_check=False, shape=ctx.shape, stride=ctx.stride)
+
+
+def leave_missing_gradients() -> None:
+    """``DTensor.redistribute`` (2.11 to 2.13) takes the zeros that autograd puts in the place of a missing gradient for
+    a DTensor, and fails: a gradient that is missing stays so from here on."""
+    own = _redistribute.Redistribute
+    if getattr(own, "_leaves_missing", False):
+        return
+    forward, backward = own.forward, own.backward
+
+    def forward_without_zeros(ctx: Any, *args: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.arguments = len(args)
+        return forward(ctx, *args)
+
+    def backward_of_some(ctx: Any, grad: Any) -> Any:
+        return (None,) * ctx.arguments if grad is None else backward(ctx, grad)
+
+    own.forward, own.backward = staticmethod(forward_without_zeros), staticmethod(backward_of_some)
+    own._leaves_missing = True  # type: ignore[attr-defined]

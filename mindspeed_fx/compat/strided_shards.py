@@ -26,6 +26,14 @@ def views_make_strided_shards() -> bool:
     return True
 
 
+def correct() -> None:
+    """Every correction below."""
+    count_strided_shards_for_real()
+    price_strided_shards_plainly()
+    redistribute_strided_shards_in_order()
+    part_strided_shards_of_changing_sizes()
+
+
 def count_strided_shards_for_real() -> None:
     """How many elements a rank has of a strided shard, and the first of them, is computed by DTensor (2.13) on an index
     tensor that it reads back, which fails while tracing: the tensor is fake there. From here on it is computed outside

@@ -235,9 +235,24 @@ def test_a_view_is_stored_as_that_of_the_whole_is():
         found = reshape(reshape(x, [48, 2, 3]).transpose(0, 1).contiguous().transpose(0, 1), [4, 12, 2, 3])
         assert found.stride() == apart.stride() and not found.is_contiguous()
         check(found.flatten(2), apart.flatten(2), [2])
+        heads = torch.randn(4, 2, 1, 5, 3, dtype=torch.float64)  # of which each rank has one, and repeats it
+        given = distribute_tensor(heads, mesh, [Shard(1)], src_data_rank=None)
+        repeated, found = (t.expand(-1, -1, 3, -1, -1) for t in (heads, given))
+        check(reshape(found, [4, 6, 5, 3]).view(24, 5, 3), repeated.reshape(24, 5, 3), [2])
 
 
-@pytest.mark.parametrize("second", [(4, 12, 3, 5), (4, 1, 3, 5), (12, 3, 5), (1, 12, 3, 5)])
+def test_views_without_elements():
+    """DTensor's own do not end (2.13)."""
+    with dtensor.all_ranks({"a": 2}) as mesh:
+        whole, x = divided_tokens(mesh, 6)
+        for start, shape in ((lambda t: t[:0], [0, 2, 3]), (lambda t: t[:, :0], [4, 12, 0]), (lambda t: t[:0], [6, 0])):
+            found = reshape(start(x), shape)
+            assert found.shape == start(whole).view(shape).shape
+            (gradient,) = torch.autograd.grad(found.sum() + x.sum(), x)
+            torch.testing.assert_close(gradient.full_tensor().reconcile(), torch.ones_like(whole))
+
+
+@pytest.mark.parametrize("second", [(4, 12, 3, 5), (4, 1, 3, 5), (12, 3, 5), (1, 12, 3, 5), (3, 5)])
 @pytest.mark.parametrize("placed", [[R, R], [Shard(1), Shard(1)]])
 def test_products_of_matrices_for_every_token(second, placed):
     """Of a sequence that two mesh dimensions divide, as in hyper-connections and indexers."""
@@ -247,7 +262,8 @@ def test_products_of_matrices_for_every_token(second, placed):
     with dtensor.all_ranks({"a": 2, "b": 2}) as mesh:
         given = distribute_tensor(x.detach(), mesh, [Shard(1), Shard(1)], src_data_rank=None).requires_grad_()
         other = distribute_tensor(y.detach(), mesh, placed, src_data_rank=None).requires_grad_()
-        for first, after, expected in ((given, other, x @ y), (other.mT, given.mT, y.mT @ x.mT)):
+        turned = (other.mT, given.mT, y.mT @ x.mT)  # by a matrix alone it is no linear layer
+        for first, after, expected in ((given, other, x @ y), turned) if y.ndim > 2 else (turned,):
             found = HANDLERS[torch.ops.aten.matmul.default](first, after)
             check(found, expected, [2, 2])
             assert found.placements == given.placements

@@ -66,6 +66,8 @@ def compared(name: str, use: str, plan: str) -> tuple[str, str]:
         torch.manual_seed(plans.SEED)
         loss = model(**inputs)
         loss.backward()
+        if any(p.grad.isnan().any() for p in model.parameters() if p.grad is not None):
+            return "unbuilt", "eager PyTorch's gradients are not numbers"
     except Exception as error:  # noqa: BLE001  the model is not ours
         return "unbuilt", table.one_line(error)
     return plans.under_plan(unused, inputs, plan, lambda result: plans.compared(model, loss, result, TOLERANCE))

@@ -55,6 +55,8 @@ class Axes:
     def unify(self, a: Dim, b: Dim) -> bool:
         """Say that two dimensions are the same; False, and nothing more is tied, where their factors do not fit."""
         left, right = list(self.atoms(a)), list(self.atoms(b))
+        if (self.extent(a) == 0) != (self.extent(b) == 0):
+            return False
         while left and right:
             x, y = left[0], right[0]
             if x == y:
@@ -76,6 +78,8 @@ class Axes:
     def reshape(self, dims: Sequence[Dim], shape: Sequence[int]) -> list[Dim]:
         """The dimensions of a view of ``shape``; those whose factors do not fit are new."""
         remaining = [a for d in dims for a in self.atoms(d)]
+        if 0 in shape:
+            return [self.new(int(n)) for n in shape]
         results: list[Dim] = []
         for size in shape:
             taken, need = [], int(size)

@@ -32,7 +32,7 @@ def matmul(x: DTensor, y: DTensor) -> DTensor:
     parts."""
     if y.ndim == 2 and x.ndim >= 2:
         return linear(x, y.t())
-    if min(x.ndim, y.ndim) > 2 and aten_rules.may_be_in_pieces([x, y]):
+    if min(x.ndim, y.ndim) > 1 and aten_rules.may_be_in_pieces([x, y]):
         return run_in_parts(torch.matmul, (x, y), {}, _product_strategies(x.shape, y.shape))
     return torch.matmul(x, y)
 

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from mindspeed_fx.compat import autocast, dtensor, dynamo, even_shards, packed_shards, strided_shards, symbols, tracing
 from mindspeed_fx.compat.checkpointed import run_checkpointed
+from mindspeed_fx.compat.local_parts import leave_missing_gradients
 from mindspeed_fx.errors import OptionError
 from mindspeed_fx.graph.annotate import bodies
 from mindspeed_fx.graph.provenance import module_path
@@ -68,10 +69,8 @@ class Program(torch.nn.Module):
         super().__init__()
         self.hands_on = hands_on
         register_sharding_rules()
-        strided_shards.count_strided_shards_for_real()
-        strided_shards.price_strided_shards_plainly()
-        strided_shards.redistribute_strided_shards_in_order()
-        strided_shards.part_strided_shards_of_changing_sizes()
+        strided_shards.correct()
+        leave_missing_gradients()
         symbols.multiply_two_at_a_time()
         symbols.price_sizes_as_traced()
         even_shards.part_even_shards_alike()

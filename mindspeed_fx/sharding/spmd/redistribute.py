@@ -139,7 +139,7 @@ def reshape(x: DTensor, shape: Sequence[int]) -> DTensor:
     placements = placements_as(x, whole)
     if placements is not None:
         return _Reshape.apply(x, whole, placements)
-    strided = [i for i, p in enumerate(x.placements) if dtensor.is_strided(p)]
+    strided = [i for i, p in enumerate(x.placements) if dtensor.is_strided(p) or 0 in x.shape]
     if strided:
         gathered = [Replicate() if i >= strided[0] else p for i, p in enumerate(x.placements)]
         return reshape(x.redistribute(placements=gathered), shape)
@@ -197,6 +197,8 @@ def _parts_as(
     sizes: Sequence[int], divided: Sequence[Placement], mesh: DeviceMesh, shape: Sequence[int]
 ) -> tuple[Placement, ...] | None:
     placements = list(divided)
+    if 0 in sizes:  # DTensor's own views of no elements do not end (2.13)
+        return None if any(map(dtensor.is_divided, placements)) else tuple(placements)
     for old, new in groups(sizes, shape):
         before, after = [sizes[d] for d in old], [shape[d] for d in new]
         for i, p in enumerate(divided):
@@ -224,7 +226,10 @@ def _divided_dims(sizes: Sequence[int], pieces: int, n: int) -> tuple[int, int] 
 
 @symbols.untraced
 def groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[range, range]]:
-    """Runs of dimensions, before and after a view, that hold the same elements; as short as they can be."""
+    """Runs of dimensions, before and after a view, that hold the same elements; as short as they can be, and one where
+    there are none."""
+    if 0 in before:
+        return [(range(len(before)), range(len(after)))]
     groups, i, j = [], 0, 0
     while i < len(before) or j < len(after):
         start, a, b = (i, j), 1, 1
@@ -287,15 +292,21 @@ class _Reshape(torch.autograd.Function):
 
 
 def _as_view(x: DTensor, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
-    """``x`` as ``shape``, which is said to be stored as a view of the whole is, as the parts are: another view would be
-    right for what is said alone."""
-    stride = torch.empty_strided(x.shape, x.stride(), device="meta").reshape(shape).stride()
+    """``x`` as ``shape``, stored as a view of the whole is: another view would be right for the whole alone, or for the
+    parts alone. Of one head that is expanded, for one, the parts are a view where the whole is a copy."""
+    whole = torch.empty_strided(x.shape, x.stride(), device="meta").reshape(shape)
     sizes = list(shape)
     for i, p in enumerate(placements):
         if dtensor.is_divided(p):
             sizes[p.dim] //= x.device_mesh.size(i)
+    local = x.to_local().reshape(sizes)
     return DTensor.from_local(
-        x.to_local().reshape(sizes), x.device_mesh, placements, run_check=False, shape=shape, stride=stride
+        local.contiguous() if whole.is_contiguous() else local,
+        x.device_mesh,
+        placements,
+        run_check=False,
+        shape=shape,
+        stride=whole.stride(),
     )
 
 

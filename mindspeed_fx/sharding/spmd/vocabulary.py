@@ -44,7 +44,8 @@ def embedding(
     if padding is not None:
         rows = torch.where(padding.unsqueeze(-1), rows.detach(), rows)
     out = _merge([Partial() if i in over else p for i, p in enumerate(ids.placements)], weight)
-    return DTensor.from_local(rows * mine.unsqueeze(-1), weight.device_mesh, out, run_check=False)
+    rows = torch.where(mine.unsqueeze(-1), rows, 0)  # whose gradient there may be no number
+    return DTensor.from_local(rows, weight.device_mesh, out, run_check=False)
 
 
 def _merge(placements: list[Placement], weight: DTensor) -> list[Placement]:
