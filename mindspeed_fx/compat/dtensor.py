@@ -379,8 +379,18 @@ def random_state(device: str) -> torch.Tensor:
 
 
 def reconcile(x: torch.Tensor) -> torch.Tensor:
-    """``x``; under LocalTensorMode the tensor that all ranks hold alike."""
-    return x.reconcile() if hasattr(x, "reconcile") else x
+    """``x``; under LocalTensorMode the tensor that all ranks hold alike, which may hold what is no number.
+
+    Raises:
+        AssertionError: they do not.
+    """
+    if not hasattr(x, "reconcile"):
+        return x
+    values = list(x._local_tensors.values())
+    if values[0].is_floating_point() and all(v.isnan().any() and v.shape == values[0].shape for v in values):
+        if all(torch.allclose(values[0], v, rtol=0, atol=0, equal_nan=True) for v in values):
+            return values[0].detach().clone()
+    return x.reconcile()
 
 
 def wait_for(x: torch.Tensor) -> torch.Tensor:

@@ -336,4 +336,4 @@ class _Collectives(TorchDispatchMode):
 
 def _one(x: torch.Tensor) -> torch.Tensor:
     """The tensor that all ranks hold alike."""
-    return (x.reconcile() if hasattr(x, "reconcile") else x).detach()
+    return dtensor.reconcile(x).detach()

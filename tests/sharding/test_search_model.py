@@ -17,6 +17,14 @@ from tests.sharding.searched_problems import large
 from tests.sharding.test_written_parts import Filled
 
 
+def test_axes_without_elements_are_tied_to_nothing():
+    axes = Axes()
+    b, none, h = axes.new(4), axes.new(0), axes.new(8)
+    viewed = axes.reshape([b, none, h], (4, 1, 0, 8))
+    assert [axes.extent(d) for d in viewed] == [4, 1, 0, 8] and not set(axes.atoms(b)) & set(axes.atoms(viewed[0]))
+    assert not axes.unify(b, none) and axes.unify(none, viewed[2])
+
+
 def test_axes_follow_reshapes():
     axes = Axes()
     b, s, h = axes.new(4), axes.new(6), axes.new(32)

@@ -26,9 +26,7 @@ R = Replicate()
 @pytest.fixture(autouse=True)
 def as_in_a_program():
     """Prices too: which placement DTensor gives a gradient follows from them."""
-    strided_shards.count_strided_shards_for_real()
-    strided_shards.price_strided_shards_plainly()
-    strided_shards.redistribute_strided_shards_in_order()
+    strided_shards.correct()
 
 
 def part(x: torch.Tensor, sizes: list[int], placements: list, coordinates: tuple[int, ...]) -> torch.Tensor:

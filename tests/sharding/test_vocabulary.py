@@ -1,4 +1,4 @@
-"""Embeddings whose rows ranks share."""
+"""Embeddings whose rows ranks share, and what is no number."""
 
 import torch
 from torch import nn
@@ -26,3 +26,11 @@ def test_what_is_no_number_for_a_padded_token_reaches_no_row():
     for name, p in model.named_parameters():
         assert p.grad.isfinite().all()
         torch.testing.assert_close(result.gradients[name], p.grad)
+
+
+def test_what_is_no_number_is_a_result():
+    model, ids = Embedded(), torch.tensor([[0, 1, 5, 0], [6, 2, 7, 0]])
+    with torch.no_grad():
+        model.norm.bias.fill_(torch.nan)
+    result = simulate(model, {"tp": 2}, Plan("vocabulary", ("tp",), {"embed.weight": {"tp": "S(0)"}}), ids)
+    assert result.outputs[0].isnan() and result.gradients["norm.bias"].isfinite().all()
