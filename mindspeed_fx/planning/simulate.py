@@ -80,8 +80,12 @@ def simulate(
     def step(kept: frozenset[int]) -> tuple[Simulation, frozenset[int]]:
         return _simulated(_copy(model), plan, sizes, stages, parsed, local_inputs, kept, args, kwargs)
 
+    state = torch.get_rng_state()
     result, kept = step(frozenset())
-    return step(kept)[0] if kept else result
+    if kept:
+        torch.set_rng_state(state)
+        result, _ = step(kept)
+    return result
 
 
 def _simulated(
