@@ -12,9 +12,11 @@ from mindspeed_fx.capture.normalize import normalize
 from mindspeed_fx.capture.trace import CaptureError, trace
 from mindspeed_fx.capture.transforms import isolate, keeps_writes
 from mindspeed_fx.compat import fake, fx_graph, tracing
+from mindspeed_fx.graph.annotate import bodies
+from mindspeed_fx.graph.functional_writes import make_writes_functional
 from mindspeed_fx.graph.writes import written_by
 
-__all__ = ["CaptureError", "capture", "explain_unread", "isolate", "keeps_writes"]
+__all__ = ["CaptureError", "capture", "capture_backwards", "explain_unread", "isolate", "keeps_writes"]
 
 
 def capture(gm: fx.GraphModule) -> fx.GraphModule:
@@ -23,6 +25,17 @@ def capture(gm: fx.GraphModule) -> fx.GraphModule:
     Values, gradients, aliasing, mutation, random numbers and autocast are those of ``gm``, which stays as it is.
     """
     return normalize(trace(gm))
+
+
+def capture_backwards(gm: fx.GraphModule) -> None:
+    """Give every ``autograd.Function`` of a captured graph that stayed whole a captured backward, too: Dynamo hands it
+    over in calls of torch's functions and methods, which no rule for divided values names."""
+    for graph in (gm, *bodies(gm)):
+        for node in graph.graph.nodes:
+            if node.op == "call_function" and tracing.is_autograd_function(node.target):
+                name = node.args[1].target
+                setattr(graph, name, capture(getattr(graph, name)))
+                make_writes_functional(getattr(graph, name))
 
 
 def explain_unread(gm: fx.GraphModule) -> str | None:

@@ -10,6 +10,18 @@ import torch
 from mindspeed_fx.compat import dtensor, tracing
 
 
+def planned_graph(planned: Callable[[Any], Any], body: Any) -> Any:
+    """A graph for a higher-order operator, in the place of its ``body``, that runs ``planned(body).run(...)``."""
+
+    class Body(torch.nn.Module):
+        def forward(self, *values: Any) -> Any:
+            return planned(body).run(*values)
+
+    wrapped = dtensor.as_graph(Body(), body)
+    wrapped.meta.update(body.meta)
+    return wrapped
+
+
 def run_checkpointed(planned: Callable[[Any], Any], args: tuple, kwargs: dict) -> Any:
     """A checkpointed region whose body runs as ``planned(body).run(...)``. Torch's operator leaves it to compiled code
     to draw the same numbers again in the backward; under LocalTensorMode, where nothing is compiled, the states of the
@@ -20,13 +32,7 @@ def run_checkpointed(planned: Callable[[Any], Any], args: tuple, kwargs: dict) -
     from torch.utils.checkpoint import checkpoint, noop_context_fn
 
     body, *arg = args
-
-    class Body(torch.nn.Module):
-        def forward(self, *values: Any) -> Any:
-            return planned(body).run(*values)
-
-    wrapped = dtensor.as_graph(Body(), body)
-    wrapped.meta.update(body.meta)
+    wrapped = planned_graph(planned, body)
     if (mode := local_tensor_mode()) is None:
         return tag_activation_checkpoint(wrapped, *arg, **kwargs)
     states = dict(mode._per_rank_rng_states)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import mindspeed_fx
 from mindspeed_fx.sharding.presets import named_plan
+from tests.sharding.estimated import PLACEMENTS, Routed
 from tests.sharding.llama import Llama
 
 RANKS = 2
@@ -369,6 +370,18 @@ def uneven_gradients():
     """Three rows that every rank has whole, whose gradients are summed and shared unevenly: the graphs of two ranks
     have other slices, and their collectives one order."""
     _trains_modulated()
+
+
+def functions():
+    """A backward that an ``autograd.Function`` brings."""
+    for name, placed in PLACEMENTS.items():
+        reference = Routed().double()
+        model, step = compiled(copy.deepcopy(reference), "tp", mindspeed_fx.Plan(name, ("tp",), placed))
+        ids = torch.randint(0, 32, (4, 16), generator=torch.Generator().manual_seed(0))
+        reference(ids).backward()
+        step(ids).backward()
+        for (parameter, p), q in zip(reference.named_parameters(), model.parameters(), strict=True):
+            assert (q.grad.full_tensor() - p.grad).abs().max() <= 1e-10 * p.grad.abs().max(), (name, parameter)
 
 
 def two_rings_in_generated_code():

@@ -16,6 +16,7 @@ from typing import Any, Mapping
 import torch
 import torch.fx as fx
 
+from mindspeed_fx.capture import capture_backwards
 from mindspeed_fx.compat import tracing
 from mindspeed_fx.errors import nearest
 from mindspeed_fx.graph.annotate import bodies
@@ -47,6 +48,7 @@ def place_edges(gm: fx.GraphModule, context: Context) -> PassReport:
         for n in gm.graph.nodes
         if n.op == "placeholder" and n.name in sharding.inputs
     }
+    capture_backwards(gm)
     for graph in (gm, *bodies(gm)):  # an edge right behind a value that is filled later would place it unfilled
         make_writes_functional(graph)
     _Edges(gm, sharding, report).insert(parameters)

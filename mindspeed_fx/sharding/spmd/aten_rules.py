@@ -7,10 +7,11 @@ is not known here, runs on whole values. A sum over ranks that is not yet made g
 
 from __future__ import annotations
 
-from typing import Any, Callable
+import math
+from typing import Any, Callable, Sequence
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.utils import _pytree as pytree
 
 from mindspeed_fx.compat import dtensor, strided_shards, symbols
@@ -78,8 +79,10 @@ def run(target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     name = name_of(target)
     if tensors and target._schema.is_mutable and op_sets.is_random(target):
         return draws.draw_in_place(target, name, args, kwargs)
-    if not tensors or target._schema.is_mutable:  # DTensor refuses a write that would need another placement
+    if not tensors:
         return target(*args, **kwargs)
+    if target._schema.is_mutable:
+        return _write(target, args, kwargs, tensors)
     if name in TRUSTED and not (name == "einsum" and may_be_in_pieces(tensors)):
         args, kwargs = pytree.tree_map_only(DTensor, _summed_for(name, tensors), (args, kwargs))
         return target(*args, **kwargs)
@@ -92,6 +95,30 @@ def run(target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         args, kwargs = args[:3], {k: v for k, v in kwargs.items() if k != "output_size"}
     result = pointwise_strategies(tensors) if is_pointwise(target) else strategies(target, args, kwargs, tensors)
     return run_in_parts(target, args, kwargs, result)
+
+
+def _write(target: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], tensors: list[DTensor]) -> Any:
+    """An operator that writes in place. DTensor refuses elementwise ones that would need another placement. Of others,
+    as ``scatter_add_``, it gives the first argument parts that are another placement's, and adds a number to every term
+    of a sum (2.13): those are computed of values, and copied."""
+    functional = op_sets.functional_form(target)
+    known = functional is None or is_pointwise(target) or name_of(functional) in TRUSTED
+    if (known and not any(p.is_partial() for x in tensors for p in x.placements)) or name_of(target) in (
+        "copy_",
+        "zero_",
+    ):
+        return target(*args, **kwargs)
+    return args[0].copy_(_as_terms(run(functional, args, kwargs), args[0].placements))
+
+
+def _as_terms(x: DTensor, placements: Sequence[Placement]) -> DTensor:
+    """``x`` at ``placements``, of which sums that are not yet made have equal terms."""
+    x = x.redistribute(placements=[Replicate() if p.is_partial() else p for p in placements])
+    terms = math.prod(
+        x.device_mesh.size(i) for i, p in enumerate(placements) if p.is_partial() and p.reduce_op == "sum"
+    )
+    local = x.to_local() / terms if terms > 1 else x.to_local()
+    return DTensor.from_local(local, x.device_mesh, placements, run_check=False, shape=x.shape, stride=x.stride())
 
 
 def may_be_in_pieces(tensors: list[DTensor]) -> bool:

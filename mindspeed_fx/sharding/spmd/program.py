@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from dataclasses import dataclass
 from typing import Any, Callable, Iterator
 
 import torch
@@ -19,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from mindspeed_fx.compat import autocast, dtensor, dynamo, even_shards, packed_shards, strided_shards, symbols, tracing
-from mindspeed_fx.compat.checkpointed import run_checkpointed
+from mindspeed_fx.compat.checkpointed import planned_graph, run_checkpointed
 from mindspeed_fx.compat.local_parts import leave_missing_gradients
 from mindspeed_fx.errors import OptionError
 from mindspeed_fx.graph.annotate import bodies
@@ -45,6 +44,7 @@ from mindspeed_fx.sharding.spmd import (
     vocabulary,
 )
 from mindspeed_fx.sharding.spmd import experts as experts_spmd
+from mindspeed_fx.sharding.spmd.checkpointed_body import CheckpointedBody
 from mindspeed_fx.sharding.spmd.expected_collectives import ExpectedCollectives
 from mindspeed_fx.sharding.spmd.kept_whole import KeptWhole
 from mindspeed_fx.sharding.spmd.parts import run_whole
@@ -245,6 +245,8 @@ class _Planned(fx.Interpreter):
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
         if tracing.is_checkpoint(target):
             return self._checkpointed(args, kwargs)
+        if tracing.is_autograd_function(target):
+            return target(*(planned_graph(self._planned, body) for body in args[:2]), *args[2:], **kwargs)
         if target is constrain:
             return self._constrained(*args)
         if target in padded_views.VIEWS and isinstance(args[0], (DTensor, padded.Padded)):
@@ -271,15 +273,14 @@ class _Planned(fx.Interpreter):
             kwargs = {**kwargs, "inner": self.inner}
         return experts_spmd.with_own_rows(self._called, target, args, kwargs)
 
+    def _planned(self, body: fx.GraphModule) -> "_Planned":
+        return _Planned(body, self.plan, self.mesh, self.known, self.data, self.traffic, self.kept)
+
     def _checkpointed(self, args: tuple, kwargs: dict) -> Any:
         """A region that is run again in the backward: packed and padded values go in and out as DTensors."""
         again = [padded.same_padding(a) if isinstance(a, padded.Padded) else packed.same_pieces(a) for a in args[1:]]
         dims: list[Callable[[Any], Any]] = []
-
-        def planned(body: fx.GraphModule) -> "_Region":
-            inner = _Planned(body, self.plan, self.mesh, self.known, self.data, self.traffic, self.kept)
-            return _Region(inner, again, dims)
-
+        planned = lambda body: CheckpointedBody(self._planned(body), again, dims)
         results = run_checkpointed(planned, tuple(_joined(a) for a in args), kwargs)
         leaves, spec = pytree.tree_flatten(results)
         return pytree.tree_unflatten([pad(x) for pad, x in zip(dims, leaves, strict=True)], spec)
@@ -304,21 +305,6 @@ class _Planned(fx.Interpreter):
         return pytree.tree_map(experts_spmd.whole, pytree.tree_map(packed.whole, super().output(target, args, kwargs)))
 
 
-@dataclass
-class _Region:
-    """The body of a checkpointed region, whose packed arguments come as DTensors."""
-
-    planned: _Planned
-    again: list[Callable[[Any], Any]]
-    dims: list[Callable[[Any], Any]]
-    """What makes results padded values again; filled by the run."""
-
-    def run(self, *values: Any) -> Any:
-        results = self.planned.run(*(pack(x) for pack, x in zip(self.again, values, strict=True)))
-        self.dims[:] = [padded.same_padding(x) for x in pytree.tree_leaves(results)]
-        return pytree.tree_map(padded.stored_of, results)
-
-
 def _joined(x: Any) -> Any:
     return x.joined if isinstance(x, packed.Packed) else padded.stored_of(x)
 
@@ -326,12 +312,9 @@ def _joined(x: Any) -> Any:
 HANDLERS: dict[Any, Callable] = {
     **losses.HANDLERS,
     aten.linear.default: operators.linear,
-    aten.view.default: reshape,
-    aten.reshape.default: reshape,
-    aten.view_as.default: reshape_as,
-    aten.reshape_as.default: reshape_as,
-    aten.flatten.using_ints: flatten,
-    aten.ravel.default: flatten,
+    **dict.fromkeys([aten.view.default, aten.reshape.default], reshape),
+    **dict.fromkeys([aten.view_as.default, aten.reshape_as.default], reshape_as),
+    **dict.fromkeys([aten.flatten.using_ints, aten.ravel.default], flatten),
     aten.unflatten.int: unflatten,
     torch.ops.mindspeed.rms_norm.default: operators.rms_norm,
     torch.ops.mindspeed.add_rms_norm.default: operators.add_rms_norm,
