@@ -35,8 +35,9 @@ def test_equals_one_device(plan, mesh):
     lambda run, x, at, y: run(torch.ops.aten.cumsum_.default, (x, 0), {}),
     lambda run, x, at, y: run(torch.ops.aten.mul_.Tensor, (x, y), {}),
     lambda run, x, at, y: run(torch.ops.aten.add_.Tensor, (x, 1.0), {}),
+    lambda run, x, at, y: run(torch.ops.aten.add_.Tensor, (x, x), {}),
     lambda run, x, at, y: run(torch.ops.aten.zero_.default, (x,), {}),
-], ids=["scatter_add_", "index_add_", "cumsum_", "mul_", "add_", "zero_"])  # fmt: skip
+], ids=["scatter_add_", "index_add_", "cumsum_", "mul_", "add_", "add_ itself", "zero_"])  # fmt: skip
 def test_writes_in_place(write, placement):
     """What is written is seen through the argument, whatever its placement."""
     x, y, at = torch.randn(4, 4), torch.randn(4, 4), torch.stack([torch.randperm(4) for _ in range(4)])

@@ -101,14 +101,14 @@ def _write(target: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], t
     """An operator that writes in place. DTensor refuses elementwise ones that would need another placement. Of others,
     as ``scatter_add_``, it gives the first argument parts that are another placement's, and adds a number to every term
     of a sum (2.13): those are computed of values, and copied."""
-    functional = op_sets.functional_form(target)
-    known = functional is None or is_pointwise(target) or name_of(functional) in TRUSTED
-    if (known and not any(p.is_partial() for x in tensors for p in x.placements)) or name_of(target) in (
-        "copy_",
-        "zero_",
-    ):
+    functional, x = op_sets.functional_form(target), args[0]
+    if functional is None or torch.Tag.inplace_view in target.tags or name_of(target) in ("copy_", "zero_"):
         return target(*args, **kwargs)
-    return args[0].copy_(_as_terms(run(functional, args, kwargs), args[0].placements))
+    known = is_pointwise(target) or name_of(functional) in TRUSTED
+    if known and not any(p.is_partial() for t in tensors for p in t.placements):
+        return target(*args, **kwargs)
+    value = run(functional, args, kwargs)
+    return x.copy_(value if value.placements == x.placements else _as_terms(value, x.placements))
 
 
 def _as_terms(x: DTensor, placements: Sequence[Placement]) -> DTensor:
