@@ -284,7 +284,8 @@ class _Reshape(torch.autograd.Function):
             return None, None, None
         placements, shape = ctx.x
         if grad.placements != ctx.placements:
-            fitting = None if is_divided_twice(grad.placements) else placements_as(grad, shape)
+            twice = any(is_divided_twice(p) for p in (grad.placements, ctx.placements, placements))
+            fitting = None if twice else placements_as(grad, shape)
             if fitting is None:
                 grad = grad.redistribute(placements=ctx.placements)
             placements = fitting or placements
