@@ -9,7 +9,7 @@ import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 from mindspeed_fx.capture.normalize import normalize
-from mindspeed_fx.capture.trace import CaptureError, trace
+from mindspeed_fx.capture.trace import CaptureError, example_value, trace
 from mindspeed_fx.capture.transforms import isolate, keeps_writes
 from mindspeed_fx.compat import fake, fx_graph, tracing
 from mindspeed_fx.graph.annotate import bodies
@@ -33,9 +33,13 @@ def capture_backwards(gm: fx.GraphModule) -> None:
     for graph in (gm, *bodies(gm)):
         for node in graph.graph.nodes:
             if node.op == "call_function" and tracing.is_autograd_function(node.target):
-                name = node.args[1].target
-                setattr(graph, name, capture(getattr(graph, name)))
-                make_writes_functional(getattr(graph, name))
+                backward = getattr(graph, node.args[1].target)
+                # before torch 2.12 the first input stands for the context: nothing reads it, and it has no value
+                inputs = backward.graph.find_nodes(op="placeholder")
+                values = [example_value(n) if n.users or "example_value" in n.meta else None for n in inputs]
+                captured = normalize(trace(backward, values))
+                make_writes_functional(captured)
+                setattr(graph, node.args[1].target, captured)
 
 
 def explain_unread(gm: fx.GraphModule) -> str | None:
