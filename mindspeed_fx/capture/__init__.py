@@ -19,27 +19,32 @@ from mindspeed_fx.graph.writes import written_by
 __all__ = ["CaptureError", "capture", "capture_backwards", "explain_unread", "isolate", "keeps_writes"]
 
 
-def capture(gm: fx.GraphModule) -> fx.GraphModule:
+def capture(gm: fx.GraphModule, values: list[Any] | None = None) -> fx.GraphModule:
     """The canonical form of a Dynamo graph: ATen operators before autograd, one spelling for each meaning.
 
     Values, gradients, aliasing, mutation, random numbers and autocast are those of ``gm``, which stays as it is.
+
+    Args:
+        values: of the placeholders, as :func:`trace` takes them.
     """
-    return normalize(trace(gm))
+    return normalize(trace(gm, values))
 
 
 def capture_backwards(gm: fx.GraphModule) -> None:
     """Give every ``autograd.Function`` of a captured graph that stayed whole a captured backward, too: Dynamo hands it
     over in calls of torch's functions and methods, which no rule for divided values names."""
     for graph in (gm, *bodies(gm)):
-        for node in graph.graph.nodes:
-            if node.op == "call_function" and tracing.is_autograd_function(node.target):
-                backward = getattr(graph, node.args[1].target)
-                # before torch 2.12 the first input stands for the context: nothing reads it, and it has no value
-                inputs = backward.graph.find_nodes(op="placeholder")
-                values = [example_value(n) if n.users or "example_value" in n.meta else None for n in inputs]
-                captured = normalize(trace(backward, values))
-                make_writes_functional(captured)
-                setattr(graph, node.args[1].target, captured)
+        for node in [n for n in graph.graph.nodes if tracing.is_autograd_function(n.target)]:
+            name = node.args[1].target
+            setattr(graph, name, _captured_backward(getattr(graph, name)))
+
+
+def _captured_backward(gm: fx.GraphModule) -> fx.GraphModule:
+    # before torch 2.12 the first input stands for the context: nothing reads it, and it has no value
+    inputs = gm.graph.find_nodes(op="placeholder")
+    captured = capture(gm, [example_value(n) if n.users or "example_value" in n.meta else None for n in inputs])
+    make_writes_functional(captured)
+    return captured
 
 
 def explain_unread(gm: fx.GraphModule) -> str | None:

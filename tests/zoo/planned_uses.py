@@ -22,9 +22,8 @@ from tests.zoo import architectures, plans, table, uses
 TOLERANCE = 1e-4
 """Relative to a gradient's largest element: float32 parts add up in another order."""
 SECONDS = 300
-CALLS = {name: use for name, use in uses.CALLS.items() if name not in ("shortened", "regrouped", "evaluated", "cached")}
+USES = tuple(name for name in uses.USES if name not in ("shortened", "regrouped", "evaluated", "cached"))
 """Those of one training step."""
-USES = tuple(name for name in uses.USES if name in CALLS or name not in uses.CALLS)
 PLANS = ("tp_sp", "ulysses", "ring", "hybrid", "zero3", "ep_alltoall", "search")
 
 
@@ -43,13 +42,7 @@ class Step(torch.nn.Module):
 
 def build(name: str, use: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     """A model and the inputs of one step: four rows, but for packed documents."""
-    try:
-        model, inputs = architectures.build(name, attention="sdpa")
-    except ValueError:  # a model that has no such attention
-        model, inputs = architectures.build(name)
-    for part in use.split("+"):
-        uses.CHANGES.get(part, lambda model: None)(model)
-        inputs = CALLS.get(part, lambda inputs: inputs)(inputs)
+    model, inputs = uses.build(name, use.split("+"))
     if "inputs_embeds" in inputs:
         inputs["inputs_embeds"] = model.get_input_embeddings()(inputs["inputs_embeds"]).detach()
     tensors = {n: v for n, v in inputs.items() if torch.is_tensor(v) and v.dim()}

@@ -264,6 +264,18 @@ def difference(expected: Tensors, found: Tensors) -> tuple[float, str]:
     return worst
 
 
+def build(name: str, parts: list[str]) -> tuple[torch.nn.Module, Inputs]:
+    """A model changed as ``parts`` say, and what they call it with."""
+    try:
+        model, inputs = architectures.build(name, attention="sdpa")
+    except ValueError:  # a model that has no such attention
+        model, inputs = architectures.build(name)
+    for part in parts:
+        CHANGES.get(part, lambda model: None)(model)
+        inputs = CALLS.get(part, lambda inputs: inputs)(inputs)
+    return model, inputs
+
+
 def one(name: str, use: str, options: Mapping[str, Any], seconds: int = 300) -> tuple[str, str]:
     """:func:`compared` in a process of its own: nothing but the result is told, in so many seconds."""
     table.quiet()
@@ -282,15 +294,9 @@ def compared(name: str, use: str, options: Mapping[str, Any] = {}) -> tuple[str,
         return step(torch.compile(model, backend=backend, **settings), model, inputs, parts)
 
     try:
-        try:
-            model, inputs = architectures.build(name, attention="sdpa")
-        except ValueError:  # a model that has no such attention
-            model, inputs = architectures.build(name)
+        model, inputs = build(name, parts)
         if options["target"] == "npu":
             model = model.float()
-        for part in parts:
-            CHANGES.get(part, lambda model: None)(model)
-            inputs = CALLS.get(part, lambda inputs: inputs)(inputs)
         expected = step(model, model, inputs, parts)
         if any(v.isnan().any() for v in expected.values()):
             return "unbuilt", "eager PyTorch's values are not numbers"

@@ -102,6 +102,7 @@ def _write(target: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], t
     as ``scatter_add_``, it gives the first argument parts that are another placement's, and adds a number to every term
     of a sum (2.13): those are computed of values, and copied."""
     functional, x = op_sets.functional_form(target), args[0]
+    # of a copy the other form has no derivative, and zeros are the same in every placement
     if functional is None or torch.Tag.inplace_view in target.tags or name_of(target) in ("copy_", "zero_"):
         return target(*args, **kwargs)
     known = is_pointwise(target) or name_of(functional) in TRUSTED
