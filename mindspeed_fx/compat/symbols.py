@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import re
 from typing import Any, Callable, Iterator, Sequence
 from unittest import mock
 
@@ -87,6 +88,16 @@ def same_size(a: Any, b: Any) -> bool:
     free = sorted(first.free_symbols | second.free_symbols, key=str)
     samples = ({s: at + 3 * i for i, s in enumerate(free)} for at in (2, 7, 12))
     return bool(free) and all(first.subs(sample) == second.subs(sample) for sample in samples)
+
+
+def as_sample(size: Any) -> int:
+    """A dimension as a number: one of which data or callers decide at a sample of its symbols, a prime of its own for
+    each, so that sizes divide one another by chance only where they are large. Adds no guard."""
+    expression = size_expression(size)
+    if not isinstance(expression, sympy.Expr):
+        return expression
+    names = {s: (s.name[0], int(re.sub(r"\D", "", s.name) or 0)) for s in expression.free_symbols}
+    return int(expression.subs({s: sympy.prime(1000 + 2 * n + (kind == "s")) for s, (kind, n) in names.items()}))
 
 
 def float_value(number: torch.SymFloat) -> float | None:

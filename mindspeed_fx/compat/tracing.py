@@ -10,6 +10,8 @@ import torch
 import torch.fx as fx
 from torch.utils import _pytree as pytree
 
+from mindspeed_fx.compat import symbols
+
 
 def fake_mode_of(values: Sequence[Any]) -> Any:
     """The mode of the first fake tensor in ``values``, be it inside a subclass; else the one in force, or None."""
@@ -337,7 +339,8 @@ def in_one_graph(error: type[Exception], what: str) -> Iterator[None]:
         with config.patch(**{name: value for name, value in settings.items() if hasattr(config, name)}):
             with _describable_settings():
                 yield
-    except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as e:  # the second: a value decides what is run
+    except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError, symbols.undecided_by_data()) as e:
+        # but for the first a value decides what is run
         frames = [f for f in getattr(e, "real_stack", None) or () if "/torch/" not in f.filename]
         at = f" at {'/'.join(frames[-1].filename.split('/')[-3:])}:{frames[-1].lineno}" if frames else ""
         raise error(

@@ -118,7 +118,7 @@ def _joint(program: Any, inputs: Sequence[Any], local: Any, kinds: Kinds | None 
     from mindspeed_fx.sharding.spmd.program import differentiating
 
     leaves = [isinstance(x, torch.Tensor) and x.is_floating_point() for x in inputs]
-    fakes = tracing.new_fake_mode()
+    fakes = tracing.new_fake_mode(unknown_sizes=True)
 
     def results_of(args: Sequence[Any]) -> list[torch.Tensor]:
         results = pytree.tree_leaves(program(*args))
@@ -142,7 +142,8 @@ def _joint(program: Any, inputs: Sequence[Any], local: Any, kinds: Kinds | None 
         with fakes, torch.enable_grad():
             args = [torch.empty(x.shape, dtype=x.dtype) if isinstance(x, torch.Tensor) else x for x in inputs]
             if kinds is None:
-                kinds = kinds_of(results_of([x.requires_grad_() if leaf else x for x, leaf in zip(args, leaves)]))
+                with tracing.symbols_given_up(fakes, on_error=False):
+                    kinds = kinds_of(results_of([x.requires_grad_() if leaf else x for x, leaf in zip(args, leaves)]))
                 args = [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
             starts = [torch.empty(shape, dtype=dtype) for shape, dtype in kinds]
             try:

@@ -17,7 +17,7 @@ from typing import Any, Container, Mapping, Sequence
 import torch
 import torch.fx as fx
 
-from mindspeed_fx.compat import tracing
+from mindspeed_fx.compat import symbols, tracing
 from mindspeed_fx.graph.constants import integers_of
 from mindspeed_fx.graph.op_sets import is_cast, is_pointwise, order_of
 from mindspeed_fx.graph.schema import argument, has_argument
@@ -227,6 +227,7 @@ def _of_view(
 ) -> Divided:
     """Of the view the dimension that as many elements stand before as before the divided one, or a divisor of them:
     then it is divided in pieces."""
+    before, after = [symbols.as_sample(n) for n in before], [symbols.as_sample(n) for n in after]
     outer = math.prod(before[: source.dim]) * source.pieces
     inside = inner_cuts(source, cuts)
     for j, size in enumerate(after):

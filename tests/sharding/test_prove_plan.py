@@ -236,3 +236,23 @@ def test_each_second_element_is_a_tensor_of_its_own(start, step, state):
     with torch.device("meta"):
         result = prove_plan(Halves(), {"dp": 2}, "zero2", torch.empty(4, 16), edit=edit)
     assert result.results[0].state == state, str(result)
+
+
+class Reading(nn.Module):
+    """A number that is read from a tensor is checked and, ``used``, added."""
+
+    def __init__(self, used):
+        super().__init__()
+        self.linear, self.used = nn.Linear(8, 8), used
+
+    def forward(self, x):
+        torch._check_tensor_all(x.isfinite())
+        result = self.linear(x).relu()
+        return result + x.detach().argmax().item() if self.used else result
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_numbers_that_are_read_from_tensors(used):
+    results = prove_plan(Reading(used), {"dp": 2}, "zero3", torch.empty(4, 8)).results
+    unproved = [(r.state, r.name) for r in results if r.state != "proved"]
+    assert len(results) == 4 and unproved == ([("unknown", "result 0")] if used else [])

@@ -68,6 +68,14 @@ class Bare(nn.Module):
         return (x + F.gelu(F.linear(x, self.up)) @ self.down).square().mean()
 
 
+class Kept(Block):
+    """Rows whose number data decide, as of images that are more than padding."""
+
+    def forward(self, x):
+        largest = x.amax((1, 2))
+        return super().forward(x[largest >= largest.mean()])
+
+
 class LowRank(nn.Module):
     """Columns behind a norm of a narrow projection, as in latent attention."""
 
@@ -81,6 +89,7 @@ class LowRank(nn.Module):
 
 
 COLUMNS = {Block: ("xa.weight", "ya.weight", "xd.weight"), Bare: ("qkv.0", "up", "down")}
+COLUMNS[Kept] = COLUMNS[Block]
 """Some of the weights that are divided, columns and rows."""
 
 
@@ -217,7 +226,7 @@ def test_example_arguments_are_for_plans_by_name(mesh):
 
 
 @pytest.mark.parametrize("name", ("tp", "tp_sp"))
-@pytest.mark.parametrize("kind", (Block, Bare))
+@pytest.mark.parametrize("kind", (Block, Bare, Kept))
 def test_plans_by_roles_are_equal_to_one_device(kind, name):
     torch.manual_seed(0)
     model, x = kind(), torch.randn(2, 8, 16, dtype=torch.float64)
@@ -231,6 +240,12 @@ def test_plans_by_roles_are_equal_to_one_device(kind, name):
     assert set(result.gradients) == set(gradients)
     for n, g in gradients.items():
         torch.testing.assert_close(result.gradients[n], g, rtol=1e-9, atol=1e-12)
+
+
+def test_data_may_decide_how_many_rows_there_are():
+    x = torch.randn(3, 8, 16, dtype=torch.float64)
+    expected, roles = read_roles(Block(), (x,)), read_roles(Kept(), (x,))
+    assert (roles.columns, roles.rows, roles.whole) == (expected.columns, expected.rows, {})
 
 
 def test_bare_parameters_have_roles():

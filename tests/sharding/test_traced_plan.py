@@ -25,7 +25,18 @@ def tokens():
     return ids, ids.roll(1, 1)
 
 
+class Checked(Packed):
+    """Numbers are read from tensors, as transformers reads whether there are as many image tokens as features."""
+
+    def forward(self, x):
+        torch._check_tensor_all(x.isfinite())
+        rows = x.detach().abs().amax((1, 2)).argmax().item()
+        torch._check(rows < 4)
+        return super().forward(x) + rows
+
+
 MODELS = {
+    "checked": lambda: (Checked(), (torch.randn(4, 8, 16, dtype=torch.float64),)),
     "llama": lambda: (Llama(3).double(), tokens()),
     "mixtral": lambda: (Mixtral(2).double(), tokens()),
     "packed": lambda: (Packed(), (torch.randn(4, 8, 16, dtype=torch.float64),)),

@@ -86,7 +86,7 @@ def _trace(gm: fx.GraphModule, traced: Traced, plan: Plan, mesh: Any) -> None:
     modules = [n for n, _ in traced.repeated.model.named_modules()]
     inputs = [n.meta.get("val") for n in gm.graph.nodes if n.op == "placeholder"]
     program, values = local_program(gm, traced.names, modules, plan, mesh)
-    fakes = tracing.new_fake_mode()
+    fakes = tracing.new_fake_mode(unknown_sizes=True)
     with fakes, dtensor.plain_tensors_as_replicated():
         results = program(*(local_input(x, v, mesh) for x, v in zip(inputs, values)))
         tensors = [x for x in torch.utils._pytree.tree_leaves(results) if isinstance(x, torch.Tensor)]

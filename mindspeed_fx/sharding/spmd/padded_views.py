@@ -46,14 +46,16 @@ def view(called: Called, node: fx.Node, target: Any, args: tuple, kwargs: dict) 
 
 @symbols.untraced
 def parted_later(node: fx.Node) -> dict[int, int]:
-    """Dimension of ``node`` -> the first of those that the view which reads it makes of it."""
+    """Dimension of ``node`` -> the first of those that the view which reads it makes of it; none whose size data
+    decide."""
     before, result = node.meta["val"].shape, {}
     for user in node.users:
         if user.target not in VIEWS:
             continue
-        for old, new in groups(before, user.meta["val"].shape):
-            sizes = [n for n in user.meta["val"].shape[new.start : new.stop] if n != 1]
-            if len(old) == 1 and len(sizes) > 1:
+        after = user.meta["val"].shape
+        for old, new in groups(*(list(map(symbols.as_sample, shape)) for shape in (before, after))):
+            sizes = [n for n in after[new.start : new.stop] if symbols.is_known_by_data(n) or n != 1]
+            if len(old) == 1 and len(sizes) > 1 and not symbols.is_known_by_data(sizes[0]):
                 result[old.start] = sizes[0]
     return result
 
@@ -113,8 +115,10 @@ def cat(called: Called, node: fx.Node, target: Any, args: tuple, kwargs: dict) -
 
 def view_as_heads(node: fx.Node, x: DTensor | Padded) -> Any:
     """A view that makes of a divided dimension one that the ranks cannot share, gathered and padded; NotImplemented for
-    other views."""
+    other views, and where data decide sizes, which are others in every step."""
     shape = node.meta["val"].shape
+    if any(symbols.is_known_by_data(n) for n in shape):
+        return NotImplemented
     for dim, outer, over in _uneven_heads(x, shape) if kept_whole.may_pad() else ():
         gathered = undivided(x, [dim])
         viewed = reshaped(gathered, shape)
