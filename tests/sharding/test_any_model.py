@@ -177,11 +177,20 @@ def test_calls_of_loggers_break_nothing():
     equal(Model(body), {"dp": 2}, ROWS, torch.randn(4, 8, 8, dtype=torch.float64))
 
 
-def test_a_graph_that_breaks_is_refused_by_what_needs_one_graph():
-    def body(m, x):
-        torch._dynamo.graph_break()
-        return x.sin()
+def broken(m, x):
+    torch._dynamo.graph_break()
+    return x.sin()
 
+
+def split_by_data(m, x):
+    """As vision attention takes the patches of each image (Qwen2-VL)."""
+    rows = x.isfinite().sum((1, 2))[:2] // 32
+    ends = torch.nn.functional.pad(torch.repeat_interleave(rows, rows // 2).cumsum(0), (1, 0))
+    return torch.cat([part.sin() for part in torch.split(x, torch.diff(ends).tolist(), 0)])
+
+
+@pytest.mark.parametrize("body", [broken, split_by_data])
+def test_a_graph_that_breaks_is_refused_by_what_needs_one_graph(body):
     x = torch.randn(4, 8, 8, dtype=torch.float64)
     for call in (
         lambda: simulate(Model(body), {"dp": 2}, ROWS, x),
