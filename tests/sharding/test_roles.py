@@ -248,6 +248,13 @@ def test_data_may_decide_how_many_rows_there_are():
     assert (roles.columns, roles.rows, roles.whole) == (expected.columns, expected.rows, {})
 
 
+def test_a_tied_layer_that_is_divided_by_its_other_name_does_not_stay_whole():
+    model = nn.ModuleDict({"words": nn.Embedding(32, 16), "head": nn.Linear(16, 32, bias=False)})
+    model["head"].weight = model["words"].weight
+    assert presets.whole_layers(model, Plan("mine", ("tp",), {"words.weight": {"tp": "S(0)"}})) == []
+    assert presets.whole_layers(model, Plan("mine", ("tp",))) == ["head"]
+
+
 def test_bare_parameters_have_roles():
     roles = read_roles(Bare(), (torch.empty(2, 8, 16, dtype=torch.float64),))
     assert roles.columns == {"qkv.0": 1, "qkv.1": 1, "qkv.2": 1, "up": 0}
