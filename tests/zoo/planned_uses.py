@@ -78,7 +78,7 @@ def one(case: tuple[str, str, str]) -> tuple[tuple[str, str, str], tuple[str, st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("architectures", nargs="*", help="causal models of transformers; all by default")
+    parser.add_argument("architectures", nargs="*", help="by default all causal models of transformers")
     parser.add_argument("--use", action="append", help=f"{', '.join(USES)}; several with +; plain by default")
     parser.add_argument("--plan", action="append", choices=plans.PLANS, help=f"{', '.join(PLANS)} by default")
     parser.add_argument("--jobs", type=int, default=1)

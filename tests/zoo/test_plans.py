@@ -37,16 +37,20 @@ def test_equals_one_device_or_is_refused(name):
 
 
 # what scales tokens by their router's scores, tensors without elements, products of matrices for every token, views of
-# what a tensor parallel plan divides, and experts of an activation of their own
+# what a tensor parallel plan divides, experts of an activation of their own, images of which data say whether they are
+# padding, and numbers that are read from tensors
 @pytest.mark.parametrize("name, plan", [
     ("llama4_text", "tp_sp"),
     ("deepseek_v4", "hybrid"),
+    ("multimodal/paligemma", "search"),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
         ("llama4_text", "ulysses"),
         ("deepseek_v4", "search"),
         ("deepseek_v32", "hybrid"),
         ("mvp", "tp_sp"),
         ("inkling2_text", "search"),
+        ("multimodal/llama4", "search"),
+        ("multimodal/smolvlm", "tp_sp"),
     )),
 ])  # fmt: skip
 def test_architectures_that_are_not_in_the_table(name, plan):

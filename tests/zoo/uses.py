@@ -267,7 +267,7 @@ def difference(expected: Tensors, found: Tensors) -> tuple[float, str]:
 def build(name: str, parts: list[str]) -> tuple[torch.nn.Module, Inputs]:
     """A model changed as ``parts`` say, and what they call it with."""
     try:
-        model, inputs = architectures.build(name, attention="sdpa")
+        model, inputs = architectures.made(name, {}) if "/" in name else architectures.build(name, attention="sdpa")
     except ValueError:  # a model that has no such attention
         model, inputs = architectures.build(name)
     for part in parts:
@@ -329,7 +329,7 @@ def moved(model: torch.nn.Module, inputs: Inputs, parts: list[str], expected: Te
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("architectures", nargs="*", help="causal models of transformers; all by default")
+    parser.add_argument("architectures", nargs="*", help="by default all causal models of transformers")
     parser.add_argument("--use", action="append", help=f"{', '.join(USES)}; several with +; each by itself by default")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--options", type=json.loads, default={}, help='of the backend; "codegen" is eager by default')
