@@ -316,13 +316,14 @@ def is_function_wrapper(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def in_one_graph(error: type[Exception], what: str) -> Iterator[None]:
+def in_one_graph(error: type[Exception], what: str, otherwise: str = "") -> Iterator[None]:
     """Capture of a whole model within; where Dynamo breaks its graph, ``error`` says at which line and why. Calls of
     loggers are left out, and break nothing; recurrent layers (``nn.GRU``) are read, at which Dynamo ends a graph unless
     it is told otherwise.
 
     Args:
         what: that takes a model of one graph.
+        otherwise: what a model of several graphs can be given to, for the message.
     """
     import logging
 
@@ -345,7 +346,7 @@ def in_one_graph(error: type[Exception], what: str) -> Iterator[None]:
         at = f" at {'/'.join(frames[-1].filename.split('/')[-3:])}:{frames[-1].lineno}" if frames else ""
         raise error(
             f"{what} takes a model that is one graph, and Dynamo breaks this one{at} "
-            f"({str(e).strip().splitlines()[0]}); take that call out of forward"
+            f"({str(e).strip().splitlines()[0]}); take that call out of forward{otherwise and f', or {otherwise}'}"
         ) from None
 
 

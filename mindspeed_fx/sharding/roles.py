@@ -38,6 +38,7 @@ from mindspeed_fx.sharding.plan import ShardingError
 from mindspeed_fx.sharding.products import inner_dims, linear_products, stacked_experts, token_embeddings
 
 aten = torch.ops.aten
+WITHOUT = "leave args and kwargs out: layers are told by their names then, and several graphs are taken"
 
 
 @dataclass
@@ -115,7 +116,7 @@ def _captured(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
     torch._dynamo.reset()  # a graph of this code with other sizes would make Dynamo's sizes symbols
     try:
-        with torch.enable_grad(), tracing.in_one_graph(ShardingError, "parallelize"), kept_in_one_graph(model):
+        with torch.enable_grad(), tracing.in_one_graph(ShardingError, "parallelize", WITHOUT), kept_in_one_graph(model):
             torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
     except _Seen:
         pass

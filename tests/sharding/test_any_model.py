@@ -17,6 +17,7 @@ import mindspeed_fx
 from mindspeed_fx.compat import dtensor, strided_shards
 from mindspeed_fx.planning.simulate import simulate
 from mindspeed_fx.sharding.plan import Boundary, Plan, ShardingError
+from mindspeed_fx.sharding.presets import named_plan
 from mindspeed_fx.sharding.spmd.redistribute import reshape
 
 ROWS = Plan("rows", ("dp",), inputs={"*": {"dp": "S(0)"}})
@@ -201,6 +202,28 @@ def test_a_graph_that_breaks_is_refused_by_what_needs_one_graph(body):
         ) as error:
             call()
         assert "\n" not in str(error.value)
+
+
+class Layers(Model):
+    """Of layers alike, of which a search reads two."""
+
+    def __init__(self, body):
+        super().__init__(body)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8, dtype=torch.float64) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("body", [broken, split_by_data])
+def test_who_takes_several_graphs_is_said(body):
+    model, x = Layers(body), torch.randn(4, 8, 8, dtype=torch.float64)
+    with pytest.raises(ShardingError, match="plan takes a model .* one graph.*or give parallelize a plan by name"):
+        mindspeed_fx.plan(model, (x,), mesh={"dp": 2}, hardware="ascend910b2")
+    with pytest.raises(ShardingError, match="parallelize takes a model .* one graph.*or leave args and kwargs out"):
+        named_plan("tp", model, args=(x,))
 
 
 def test_a_gradient_that_cannot_be_divided_names_module_and_line(monkeypatch):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from mindspeed_fx.capture.chosen_rows import ChosenRowsError
-from mindspeed_fx.compat import tracing
+from mindspeed_fx.compat import symbols, tracing
 from mindspeed_fx.graph.functional_writes import make_writes_functional
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.options import Options
@@ -25,6 +25,7 @@ from mindspeed_fx.sharding.expert_lists import kept_in_one_graph
 from mindspeed_fx.sharding.plan import ShardingError
 
 STACKED = "a mixture as a loop over its experts can be planned as grouped products of stacked weights [experts, ., .]"
+BY_NAME = "give parallelize a plan by name, which takes several graphs"
 UNFUSED = ("fusion.add_rms_norm", "fusion.add_layer_norm")
 """They join the end of a layer with the beginning of the next, and the search wants layers whole."""
 
@@ -54,7 +55,7 @@ def trace_model(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], s
             return _problem(*capture_model(short.model, args, kwargs, contextlib.nullcontext()), short)
         except NotRepeated as e:
             why = str(e)
-        except (IndexError, KeyError, torch._dynamo.exc.TorchDynamoException) as e:
+        except (IndexError, KeyError, torch._dynamo.exc.TorchDynamoException, symbols.undecided_by_data()) as e:
             why = f"the model does not run with fewer layers ({str(e).splitlines()[0] if str(e) else type(e).__name__})"
         notes = [*short.notes, f"every layer was traced and is planned by itself: {why}"]
         short = Repetition(model, notes=notes)
@@ -132,7 +133,8 @@ def capture_model(
 
     torch._dynamo.reset()  # a graph of this code with other sizes would make Dynamo's sizes symbols
     try:
-        with torch.enable_grad(), named or tracing.in_one_graph(ShardingError, "plan"), kept_in_one_graph(model):
+        one_graph = named or tracing.in_one_graph(ShardingError, "plan", BY_NAME)
+        with torch.enable_grad(), one_graph, kept_in_one_graph(model):
             torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
     except _Seen:
         pass
