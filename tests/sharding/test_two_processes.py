@@ -28,6 +28,7 @@ def worker(rank, store, scenarios):
         pytest.param(["draws"], id="draws"),
         pytest.param(["uneven_gradients"], id="uneven_gradients"),
         pytest.param(["functions"], id="functions"),
+        pytest.param(["several_graphs"], id="several_graphs"),
         pytest.param(["recomputed"], id="recomputed", marks=pytest.mark.slow),
         pytest.param(["plans"], id="plans", marks=pytest.mark.slow),
         pytest.param(["searched"], id="searched", marks=pytest.mark.slow),

@@ -32,10 +32,10 @@ def whole_model(**settings) -> Llama:
     return Llama(**{"layers": 1, **settings}).double()
 
 
-def compiled(model, dim, plan, dynamic=None, **options):
+def compiled(model, dim, plan, dynamic=None, fullgraph=True, **options):
     model = mindspeed_fx.parallelize(model, init_device_mesh("cpu", (RANKS,), mesh_dim_names=(dim,)), plan)
     options = {"codegen": "eager", **options}
-    return model, torch.compile(model, backend="mindspeed", fullgraph=True, dynamic=dynamic, options=options)
+    return model, torch.compile(model, backend="mindspeed", fullgraph=fullgraph, dynamic=dynamic, options=options)
 
 
 def trains_alike(dim, plan, checkpointed=False, tolerance=1e-10, settings=None, sizes=(4, 16), **options):
@@ -382,6 +382,41 @@ def functions():
         step(ids).backward()
         for (parameter, p), q in zip(reference.named_parameters(), model.parameters(), strict=True):
             assert (q.grad.full_tensor() - p.grad).abs().max() <= 1e-10 * p.grad.abs().max(), (name, parameter)
+
+
+class Patches(torch.nn.Module):
+    """Two layers, between which rows are split by lengths that data decide, as images' patches are before attention
+    (Qwen2-VL): Dynamo ends its graph there."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = torch.nn.LayerNorm(16), torch.nn.Linear(16, 8)
+        self.fc1, self.layer = torch.nn.Linear(16, 32), torch.nn.ModuleDict()
+        self.fc2 = torch.nn.Linear(32, 16)
+        self.layer["fc1"], self.layer["fc2"] = torch.nn.Linear(16, 32), torch.nn.Linear(32, 16)
+
+    def forward(self, x, lengths):
+        x = x + self.fc2(torch.nn.functional.gelu(self.fc1(self.norm(x))))
+        parts = torch.split(x, lengths.tolist(), 1)
+        x = torch.cat([p + (p.softmax(1) * p).sum(1, keepdim=True) for p in parts], 1)
+        return self.head(x + self.layer["fc2"](torch.nn.functional.gelu(self.layer["fc1"](x)))).square().mean()
+
+
+def several_graphs():
+    """What a graph leaves to the next is whole."""
+    torch.manual_seed(0)
+    reference, x = Patches().double(), torch.randn(4, 12, 16, dtype=torch.float64)
+    for dim, plan in (("dp", "zero3"), ("tp", "tp_sp")):
+        torch._dynamo.reset(), torch._dynamo.utils.counters.clear()
+        model, step = compiled(copy.deepcopy(reference), dim, plan, fullgraph=False)
+        for lengths in ([5, 7], [8, 4]):
+            reference.zero_grad(), model.zero_grad()
+            reference(x, torch.tensor(lengths)).backward()
+            step(x, torch.tensor(lengths)).backward()
+            for (name, p), q in zip(reference.named_parameters(), model.parameters(), strict=True):
+                assert (q.grad.full_tensor() - p.grad).abs().max() <= 1e-10 * p.grad.abs().max(), (plan, name)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 1
+        assert any(isinstance(p, DTensor) and p.placements[0].is_shard() for p in model.fc1.parameters()), plan
 
 
 def two_rings_in_generated_code():

@@ -174,6 +174,8 @@ def _propagate(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
         return x.reshaped(_shape(node))
     if (order := order_of(node)) is not None:
         return x.permuted(order)
+    if any(isinstance(a, fx.Node) for a in args[1:]):  # a place or a size that another batch has elsewhere
+        return None
     if target is aten.slice.Tensor and argument(node, "step") == 1:
         dim, start = argument(node, "dim") % rank, argument(node, "start") or 0
         size = _size(x.dims[dim])
