@@ -170,6 +170,8 @@ def _of_parts(
         if dim != source.dim:
             kept = [d for d in source.dims if d != dim or not removed]
             return source.at(*(d - (removed and dim < d) for d in kept))
+        if len(node.all_input_nodes) > 1:
+            raise NeedsWhole(f"{target} takes results at places that data decide")
         edges = _edges(node, before[dim])
     results = _cut(source, edges, before[source.dim], cuts, target)
     if target in (aten.select.int, aten.unbind.int):

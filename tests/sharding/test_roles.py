@@ -248,6 +248,25 @@ def test_data_may_decide_how_many_rows_there_are():
     assert (roles.columns, roles.rows, roles.whole) == (expected.columns, expected.rows, {})
 
 
+class Taken(nn.Module):
+    """Some of a layer's results, from a place on that data decide."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(4, 16)
+
+    def forward(self, x):
+        place = (x.detach()[0, 0] > 0).long().argmax().item()
+        torch._check(place >= 0)
+        torch._check(place <= 12)
+        return x + self.b(self.a(x).narrow(-1, place, 4))
+
+
+def test_results_at_places_that_data_decide_are_needed_whole():
+    roles = read_roles(Taken(), (torch.ones(2, 8, 16),))
+    assert roles.columns == {} and "takes results at places that data decide" in roles.whole["a.weight"]
+
+
 def test_a_tied_layer_that_is_divided_by_its_other_name_does_not_stay_whole():
     model = nn.ModuleDict({"words": nn.Embedding(32, 16), "head": nn.Linear(16, 32, bias=False)})
     model["head"].weight = model["words"].weight

@@ -261,6 +261,8 @@ def _part(called: Called, node: fx.Node, target: Any, args: tuple, kwargs: dict)
     dim = argument(node, "dim") % ndim
     if dim != x.dim:
         return _other_dimension(called, x, target, dim, args, kwargs)
+    if len(node.all_input_nodes) > 1:  # at places that data decide
+        return NotImplemented
     edges = _edges(node, target, size)
     results = [None if e is None else x.part(*e) for e in edges]
     if any(r is None for r in results):
