@@ -340,14 +340,24 @@ def in_one_graph(error: type[Exception], what: str, otherwise: str = "") -> Iter
         with config.patch(**{name: value for name, value in settings.items() if hasattr(config, name)}):
             with _describable_settings():
                 yield
-    except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError, symbols.undecided_by_data()) as e:
-        # but for the first a value decides what is run
+    except Exception as e:
+        if not _breaks_a_graph(e):
+            raise
         frames = [f for f in getattr(e, "real_stack", None) or () if "/torch/" not in f.filename]
         at = f" at {'/'.join(frames[-1].filename.split('/')[-3:])}:{frames[-1].lineno}" if frames else ""
         raise error(
             f"{what} takes a model that is one graph, and Dynamo breaks this one{at} "
             f"({str(e).strip().splitlines()[0]}); take that call out of forward{otherwise and f', or {otherwise}'}"
         ) from None
+
+
+def _breaks_a_graph(error: Exception) -> bool:
+    """Whether Dynamo says that what is captured is no single graph: by a call, or because a value decides what is run.
+    Torch 2.11 loses the number that ``torch._check_tensor_all`` reads, and says that of itself."""
+    if isinstance(error, torch._dynamo.exc.InternalTorchDynamoError):
+        return "PendingUnbackedSymbolNotFound" in str(error)
+    breaks = torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError, symbols.undecided_by_data()
+    return isinstance(error, breaks)
 
 
 @contextlib.contextmanager

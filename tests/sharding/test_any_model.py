@@ -204,6 +204,17 @@ def test_a_graph_that_breaks_is_refused_by_what_needs_one_graph(body):
         assert "\n" not in str(error.value)
 
 
+@pytest.mark.skipif(torch.__version__ >= "2.13", reason="whose Dynamo makes one graph of it")
+def test_a_number_that_dynamo_loses_is_refused_in_one_line():
+    def body(m, x):
+        torch._check_tensor_all(x.isfinite())
+        return x.sin()
+
+    with pytest.raises(ShardingError, match="simulate takes a model that is one graph") as error:
+        simulate(Model(body), {"dp": 2}, ROWS, torch.randn(4, 8, 8, dtype=torch.float64))
+    assert "\n" not in str(error.value)
+
+
 class Layers(Model):
     """Of layers alike, of which a search reads two."""
 

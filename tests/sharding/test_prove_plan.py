@@ -246,7 +246,7 @@ class Reading(nn.Module):
         self.linear, self.used = nn.Linear(8, 8), used
 
     def forward(self, x):
-        torch._check_tensor_all(x.isfinite())
+        torch._check(x.isfinite().sum().item() >= 0)
         result = self.linear(x).relu()
         return result + x.detach().argmax().item() if self.used else result
 

@@ -29,7 +29,6 @@ class Checked(Packed):
     """Numbers are read from tensors, as transformers reads whether there are as many image tokens as features."""
 
     def forward(self, x):
-        torch._check_tensor_all(x.isfinite())
         rows = x.detach().abs().amax((1, 2)).argmax().item()
         torch._check(rows < 4)
         return super().forward(x) + rows

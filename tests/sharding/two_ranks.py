@@ -409,7 +409,8 @@ def several_graphs():
     for dim, plan in (("dp", "zero3"), ("tp", "tp_sp")):
         torch._dynamo.reset(), torch._dynamo.utils.counters.clear()
         model, step = compiled(copy.deepcopy(reference), dim, plan, fullgraph=False)
-        for lengths in ([5, 7], [8, 4]):
+        # torch 2.11 has no proxy for the strides of a size that is 12 less another
+        for lengths in ([5, 7], [8, 4])[: None if torch.__version__ >= "2.13" else 1]:
             reference.zero_grad(), model.zero_grad()
             reference(x, torch.tensor(lengths)).backward()
             step(x, torch.tensor(lengths)).backward()

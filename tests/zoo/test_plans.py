@@ -1,6 +1,7 @@
 """Cells of the table of architectures under plans; ``python -m tests.zoo.plans`` runs them all."""
 
 import pytest
+import torch
 
 pytest.importorskip("transformers", reason="needs Hugging Face transformers")
 from tests.zoo import planned_uses, plans
@@ -36,22 +37,27 @@ def test_equals_one_device_or_is_refused(name):
     assert sum(word in ("equal", "whole") for word, _ in found.values()) >= 8, found
 
 
+checks_tensors = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="torch's Dynamo loses the number that torch._check_tensor_all reads in one graph"
+)
+
+
 # what scales tokens by their router's scores, tensors without elements, products of matrices for every token, views of
 # what a tensor parallel plan divides, experts of an activation of their own, images of which data say whether they are
 # padding, and numbers that are read from tensors
 @pytest.mark.parametrize("name, plan", [
     ("llama4_text", "tp_sp"),
     ("deepseek_v4", "hybrid"),
-    ("multimodal/paligemma", "search"),
+    pytest.param("multimodal/paligemma", "search", marks=checks_tensors),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
         ("llama4_text", "ulysses"),
         ("deepseek_v4", "search"),
         ("deepseek_v32", "hybrid"),
         ("mvp", "tp_sp"),
         ("inkling2_text", "search"),
-        ("multimodal/llama4", "search"),
         ("multimodal/smolvlm", "tp_sp"),
     )),
+    pytest.param("multimodal/llama4", "search", marks=[pytest.mark.slow, checks_tensors]),
 ])  # fmt: skip
 def test_architectures_that_are_not_in_the_table(name, plan):
     word, text = planned_uses.compared(name, "plain", plan)
