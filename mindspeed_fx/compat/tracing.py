@@ -316,14 +316,14 @@ def is_function_wrapper(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def in_one_graph(error: type[Exception], what: str, otherwise: str = "") -> Iterator[None]:
+def in_one_graph(error: type[Exception], what: str, *otherwise: str) -> Iterator[None]:
     """Capture of a whole model within; where Dynamo breaks its graph, ``error`` says at which line and why. Calls of
     loggers are left out, and break nothing; recurrent layers (``nn.GRU``) are read, at which Dynamo ends a graph unless
     it is told otherwise.
 
     Args:
         what: that takes a model of one graph.
-        otherwise: what a model of several graphs can be given to, for the message.
+        otherwise: what else there is to do, for the message.
     """
     import logging
 
@@ -345,9 +345,10 @@ def in_one_graph(error: type[Exception], what: str, otherwise: str = "") -> Iter
             raise
         frames = [f for f in getattr(e, "real_stack", None) or () if "/torch/" not in f.filename]
         at = f" at {'/'.join(frames[-1].filename.split('/')[-3:])}:{frames[-1].lineno}" if frames else ""
+        remedies = ", or ".join(("take that call out of forward", *otherwise))
         raise error(
             f"{what} takes a model that is one graph, and Dynamo breaks this one{at} "
-            f"({str(e).strip().splitlines()[0]}); take that call out of forward{otherwise and f', or {otherwise}'}"
+            f"({str(e).strip().splitlines()[0]}); {remedies}"
         ) from None
 
 

@@ -357,7 +357,6 @@ def whole_layers(model: nn.Module, plan: Plan) -> list[str]:
     """Linear layers of several results of which ``plan`` divides no weight, by whichever of its names: packed
     projections and those whose names say nothing."""
     several = {n: m.weight for n, m in linear_layers(model).items() if m.weight.shape[result_dim(m)] > 1}
-    weights = {id(w) for w in several.values()}
-    names = [(n, id(p)) for n, p in model.named_parameters(remove_duplicate=False) if id(p) in weights]
-    divided = {w for n, w in names if {*placement_of(plan.parameters, n, "parameter").values()} - {"R"}}
+    names = model.named_parameters(remove_duplicate=False)
+    divided = {id(p) for n, p in names if {*placement_of(plan.parameters, n, "parameter").values()} - {"R"}}
     return [n for n, w in several.items() if id(w) not in divided]

@@ -88,8 +88,7 @@ class LowRank(nn.Module):
         return (x + self.c(F.gelu(self.b(self.n(self.a(x)))))).square().mean()
 
 
-COLUMNS = {Block: ("xa.weight", "ya.weight", "xd.weight"), Bare: ("qkv.0", "up", "down")}
-COLUMNS[Kept] = COLUMNS[Block]
+COLUMNS = dict.fromkeys((Block, Kept), ("xa.weight", "ya.weight", "xd.weight")) | {Bare: ("qkv.0", "up", "down")}
 """Some of the weights that are divided, columns and rows."""
 
 

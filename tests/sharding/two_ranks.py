@@ -384,6 +384,15 @@ def functions():
             assert (q.grad.full_tensor() - p.grad).abs().max() <= 1e-10 * p.grad.abs().max(), (name, parameter)
 
 
+class Mlp(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = torch.nn.Linear(16, 32), torch.nn.Linear(32, 16)
+
+    def forward(self, x):
+        return x + self.fc2(torch.nn.functional.gelu(self.fc1(x)))
+
+
 class Patches(torch.nn.Module):
     """Two layers, between which rows are split by lengths that data decide, as images' patches are before attention
     (Qwen2-VL): Dynamo ends its graph there."""
@@ -391,15 +400,13 @@ class Patches(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.norm, self.head = torch.nn.LayerNorm(16), torch.nn.Linear(16, 8)
-        self.fc1, self.layer = torch.nn.Linear(16, 32), torch.nn.ModuleDict()
-        self.fc2 = torch.nn.Linear(32, 16)
-        self.layer["fc1"], self.layer["fc2"] = torch.nn.Linear(16, 32), torch.nn.Linear(32, 16)
+        self.first, self.second = Mlp(), Mlp()
 
     def forward(self, x, lengths):
-        x = x + self.fc2(torch.nn.functional.gelu(self.fc1(self.norm(x))))
+        x = self.first(self.norm(x))
         parts = torch.split(x, lengths.tolist(), 1)
         x = torch.cat([p + (p.softmax(1) * p).sum(1, keepdim=True) for p in parts], 1)
-        return self.head(x + self.layer["fc2"](torch.nn.functional.gelu(self.layer["fc1"](x)))).square().mean()
+        return self.head(self.second(x)).square().mean()
 
 
 def several_graphs():
@@ -417,7 +424,7 @@ def several_graphs():
             for (name, p), q in zip(reference.named_parameters(), model.parameters(), strict=True):
                 assert (q.grad.full_tensor() - p.grad).abs().max() <= 1e-10 * p.grad.abs().max(), (plan, name)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 1
-        assert any(isinstance(p, DTensor) and p.placements[0].is_shard() for p in model.fc1.parameters()), plan
+        assert any(isinstance(p, DTensor) and p.placements[0].is_shard() for p in model.first.fc1.parameters()), plan
 
 
 def two_rings_in_generated_code():

@@ -266,10 +266,13 @@ def difference(expected: Tensors, found: Tensors) -> tuple[float, str]:
 
 def build(name: str, parts: list[str]) -> tuple[torch.nn.Module, Inputs]:
     """A model changed as ``parts`` say, and what they call it with."""
-    try:
-        model, inputs = architectures.made(name, {}) if "/" in name else architectures.build(name, attention="sdpa")
-    except ValueError:  # a model that has no such attention
-        model, inputs = architectures.build(name)
+    if "/" in name:
+        model, inputs = architectures.made(name, {})
+    else:
+        try:
+            model, inputs = architectures.build(name, attention="sdpa")
+        except ValueError:  # a model that has no such attention
+            model, inputs = architectures.build(name)
     for part in parts:
         CHANGES.get(part, lambda model: None)(model)
         inputs = CALLS.get(part, lambda inputs: inputs)(inputs)

@@ -174,7 +174,7 @@ def _propagate(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
         return x.reshaped(_shape(node))
     if (order := order_of(node)) is not None:
         return x.permuted(order)
-    if any(isinstance(a, fx.Node) for a in args[1:]):  # a place or a size that another batch has elsewhere
+    if len(node.all_input_nodes) > 1:  # a place or a size that another batch has elsewhere
         return None
     if target is aten.slice.Tensor and argument(node, "step") == 1:
         dim, start = argument(node, "dim") % rank, argument(node, "start") or 0

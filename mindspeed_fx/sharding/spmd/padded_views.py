@@ -53,7 +53,7 @@ def parted_later(node: fx.Node) -> dict[int, int]:
         if user.target not in VIEWS:
             continue
         after = user.meta["val"].shape
-        for old, new in groups(*(list(map(symbols.as_sample, shape)) for shape in (before, after))):
+        for old, new in groups([symbols.as_sample(n) for n in before], [symbols.as_sample(n) for n in after]):
             sizes = [n for n in after[new.start : new.stop] if symbols.is_known_by_data(n) or n != 1]
             if len(old) == 1 and len(sizes) > 1 and not symbols.is_known_by_data(sizes[0]):
                 result[old.start] = sizes[0]
