@@ -2,8 +2,8 @@
 
 Each rank sends its part of a value to its peer, and gets the peer's part of the gradient. Both sides know the division
 from the plan and the value's shape alone: as the plan's inputs are divided (the batch over dp and ep, the sequence over
-cp), and the sequence over tp too. (A value that is whole on the ranks of tp is cut for nothing, and gathered where the
-next stage reads it whole: Megatron's scatter-gather; one that sequence parallelism has in parts stays as it is.)
+cp), and the sequence over tp too. (A value that is whole on the ranks of tp is cut for nothing, and the next stage
+gathers it: Megatron's scatter-gather; one that sequence parallelism has in parts stays as it is.)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Sequence
 import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from mindspeed_fx.sharding.plan import Plan, parse_placement, placement_of
+from mindspeed_fx.sharding.plan import Boundary, Placed, Plan, parse_placement, placement_of
 
 RECEIVED = "received_"
 """How the arguments of a stage begin that the stage before sends."""
@@ -39,6 +39,23 @@ def placements_between(plan: Plan, mesh: Any, shape: Sequence[int]) -> tuple[Pla
         parts[dim] //= ranks
         placements.append(Shard(dim))
     return tuple(placements)
+
+
+def placements_received(plan: Plan, mesh: Any, sent: Sequence[Placement]) -> tuple[Placement, ...]:
+    """How a stage computes on what is ``sent`` to it: whole over tp, unless the plan has the sequence in parts between
+    modules. (Else attention would be divided along the sequence where no plan says so.)"""
+    tp = "tp" in placement_of(plan.inputs, RECEIVED, "input") or any(map(_divides_sequence, plan.modules.values()))
+    tp = tp or any(_is_sequence(edge.output) for edge in plan.operators.values())
+    names = mesh.mesh_dim_names
+    return tuple(p if tp or name != "tp" else Replicate() for p, name in zip(sent, names, strict=True))
+
+
+def _divides_sequence(edge: Boundary) -> bool:
+    return _is_sequence(edge.output) or _is_sequence(edge.input)
+
+
+def _is_sequence(placed: Placed) -> bool:
+    return "tp" in placed and parse_placement(placed["tp"], "edge") == SEQUENCE
 
 
 def part_like(value: torch.Tensor, plan: Plan, mesh: Any) -> torch.Tensor:

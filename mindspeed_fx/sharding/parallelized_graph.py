@@ -22,7 +22,7 @@ from mindspeed_fx.graph.annotate import bodies
 from mindspeed_fx.graph.collectives import rename_groups
 from mindspeed_fx.graph.op_sets import draws
 from mindspeed_fx.graph.provenance import module_path
-from mindspeed_fx.sharding.between_stages import RECEIVED, placements_between
+from mindspeed_fx.sharding.between_stages import RECEIVED, placements_between, placements_received
 from mindspeed_fx.sharding.constraint import operands
 from mindspeed_fx.sharding.expert_lists import reading_loops  # noqa: F401  the backend's
 from mindspeed_fx.sharding.plan import ShardingError, parse_placement, placement_of
@@ -277,8 +277,12 @@ def received_value(node: fx.Node, result: ParallelizedGraph) -> Any:
     from mindspeed_fx.sharding.spmd.program_inputs import Value
 
     whole = fx_graph.example_value_of(node)
-    placements = placements_between(result.plan, result.sharding.mesh, whole.shape) if result.between[0] else None
-    return Value(placements, whole.shape, whole.stride(), False, node.name, part=True) if placements else None
+    mesh = result.sharding.mesh
+    placements = placements_between(result.plan, mesh, whole.shape) if result.between[0] else None
+    if placements is None:
+        return None
+    read = placements_received(result.plan, mesh, placements)
+    return Value(placements, whole.shape, whole.stride(), False, node.name, part=True, read=read)
 
 
 def part_value(x: torch.Tensor, name: str, whole: torch.Tensor, result: ParallelizedGraph) -> Any:

@@ -50,6 +50,42 @@ def test_more_stages_than_repeated_layers_are_refused_by_their_number():
         mindspeed_fx.plan(*large(layers=4), mesh={"pp": 8}, hardware="ascend910b2")
 
 
+class Weighted(nn.Module):
+    """Attention to a mask that is computed of weights, as Doge's: it has a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.out, self.weights = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 2, bias=False)
+
+    def forward(self, x):
+        heads = self.query(x).unflatten(-1, (2, 8)).transpose(1, 2)
+        mask = self.weights(x).transpose(1, 2)[:, :, None, :].expand(-1, -1, x.shape[1], -1)
+        y = nn.functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+class Masked(Mixed):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Weighted(), Weighted()])
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy((x @ self.embed.weight.T).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("plan", [None, "replicated", "tp_sp"])
+def test_what_a_stage_receives_is_as_the_plan_has_it(plan):
+    """Ranks of tp send parts of it; where the plan does not divide the sequence, the stage computes on the whole."""
+    model, args = Masked().double(), tuple(torch.randint(0, 64, (4, 16)) for _ in range(2))
+    plan = plan or mindspeed_fx.plan(model, args, mesh={"pp": 2, "tp": 2}, hardware="ascend910b2")
+    if plan == "replicated":
+        plan = Plan("replicated", ("tp",))
+    checked(model, {"pp": 2, "tp": 2}, plan, *args)
+
+
 class Bounded(torch.autograd.Function):
     """A square root whose gradient has a bound of its own, as RecurrentGemma's."""
 

@@ -128,7 +128,8 @@ class Program(torch.nn.Module):
         if value is None:
             return x
         if value.part:
-            return self._at_rest(x.contiguous(), value)
+            part = self._at_rest(x.contiguous(), value)
+            return part if value.read is None else part.redistribute(placements=value.read)
         if not value.parameter:
             whole = DTensor.from_local(x, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
             self.kept.where = f'input "{value.name}"'

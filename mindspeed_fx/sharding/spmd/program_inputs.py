@@ -33,6 +33,8 @@ class Value:
     """Whether an input of the model is given as the part that ``placements`` say."""
     kept: str = ""
     """Why it is not divided as the plan says."""
+    read: tuple[Placement, ...] | None = None
+    """How the program takes what ``placements`` say of a part; None: as it is given."""
 
 
 def is_number(node: fx.Node) -> bool:
