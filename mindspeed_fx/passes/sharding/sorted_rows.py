@@ -105,6 +105,30 @@ def _ends(n: fx.Node) -> list[fx.Node]:
     return results
 
 
+def sorted_table(n: Any, indices: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
+    """(table [experts, ...], casts of the result) when ``n`` is its rows by the experts in ``indices`` in their order,
+    as each row's biases are."""
+    casts: list[fx.Node] = []
+    while match.is_call(n, aten.to.dtype, aten._to_copy.default):
+        casts.insert(0, n)
+        n = n.args[0]
+    gathered = match.indexed_rows(n) if isinstance(n, fx.Node) else None
+    return (gathered[0], casts) if gathered is not None and _is_sorted(gathered[1], indices) else None
+
+
+def _is_sorted(n: Any, indices: fx.Node) -> bool:
+    """Whether ``n`` is the experts in ``indices`` in order: of a sort, or taken by its places."""
+    while match.is_call(n, *SAME):
+        n = n.args[0]
+    if match.is_call(n, operator.getitem) and n.args[1] == 0 and n.args[0].target in SORTS:
+        return not match.argument(n.args[0], "descending", False) and choices(n) is choices(indices)
+    return (
+        isinstance(n, fx.Node)
+        and (taken := _sorted_weights(n, indices)) is not None
+        and (choices(taken) is choices(indices))
+    )
+
+
 def weigh_before(gm: fx.GraphModule, node: fx.Node) -> fx.Node:
     """``moe_permute(x, choices) * weights in that order`` becomes ``moe_permute(copies of x * weights, choices)``; the
     ``moe_permute`` to go on with."""

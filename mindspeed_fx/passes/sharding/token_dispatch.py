@@ -18,7 +18,7 @@ from mindspeed_fx.compat import tracing
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.graph.recompile import recompile
 from mindspeed_fx.passes.base import Context, PassReport, register, site
-from mindspeed_fx.passes.sharding.sorted_rows import choices, move_edges, weigh_before
+from mindspeed_fx.passes.sharding.sorted_rows import choices, move_edges, sorted_table, weigh_before
 from mindspeed_fx.sharding.constraint import operands
 from mindspeed_fx.sharding.patterns import matching
 from mindspeed_fx.sharding.plan import ShardingError
@@ -116,6 +116,7 @@ def _rewrite(node: fx.Node, report: PassReport) -> None:
             "mutated": False,
         }
         product.args = (*product.args[:2], new)
+    _meet_tables(region, node.args[1])
     node.target = token_dispatch.permute_tokens
     for end in ends:
         end.target, end.args, end.kwargs = (
@@ -124,6 +125,25 @@ def _rewrite(node: fx.Node, report: PassReport) -> None:
             {},
         )
     report.rewrites.append(site("tokens sent to experts by all-to-all", node, [node, *products, *ends]))
+
+
+def _meet_tables(region: set[fx.Node], indices: fx.Node) -> None:
+    """Rows of a table by expert that meet ``region``, the rows sorted by ``indices``, are taken where those are."""
+    from mindspeed_fx.sharding.spmd.rows_by_expert import rows_by_expert
+
+    for n in region:
+        rows = next((a for a in n.args if a in region), None)
+        for other in [a for a in n.all_input_nodes if a not in region]:
+            if rows is None or (taken := sorted_table(other, indices)) is None:
+                continue
+            table, casts = taken
+            source = casts[0].args[0] if casts else other
+            with n.graph.inserting_before(n):
+                new = n.graph.call_function(rows_by_expert, (rows, table, indices))
+                new.meta = dict(source.meta)
+                for cast in casts:
+                    new = n.graph.node_copy(cast, lambda _, x=new: x)
+            n.replace_input_with(other, new)
 
 
 def _refusal(node: fx.Node, why: str) -> ShardingError:

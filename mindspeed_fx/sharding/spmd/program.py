@@ -51,6 +51,7 @@ from mindspeed_fx.sharding.spmd.parts import run_whole
 from mindspeed_fx.sharding.spmd.program_inputs import Value, is_number, kept_parameter, with_numbers
 from mindspeed_fx.sharding.spmd.program_key import program_key
 from mindspeed_fx.sharding.spmd.redistribute import flatten, reshape, reshape_as, unflatten
+from mindspeed_fx.sharding.spmd.rows_by_expert import rows_by_expert
 from mindspeed_fx.sharding.spmd.static_masks import ATTENTION, known_masks
 
 aten = torch.ops.aten
@@ -260,6 +261,8 @@ class _Planned(fx.Interpreter):
     def _dispatched(self, target: Any, args: tuple, kwargs: dict) -> Any:
         if target is token_dispatch.unpermute_tokens:
             return padded_products.unpermute_tokens(*args)
+        if target is rows_by_expert:
+            return rows_by_expert(args[0], *map(_joined, args[1:]))
         if padded.is_padded(args, kwargs):
             return padded_rules.run(self._dispatched, self.node, target, args, kwargs)
         if packed.is_packed(args, kwargs):

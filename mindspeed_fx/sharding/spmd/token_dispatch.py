@@ -22,11 +22,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from mindspeed_fx.compat import dtensor
 from mindspeed_fx.kernels.base import LIBRARY
@@ -141,12 +141,11 @@ def grouped_matmul(x: "Sorted | OwnRows", weight: DTensor, capacity: float | Non
         )
     factor = x.routing if isinstance(x, OwnRows) else x.to(over, weight.shape[0], capacity)
     value = x.value.to_local() if isinstance(x, OwnRows) else x.arrived(factor)
-    divided = [i for i, p in enumerate(factor.tokens.placements) if dtensor.is_divided(p) and i not in over]
-    own = weight.to_local(grad_placements=[Partial() if i in divided else p for i, p in enumerate(weight.placements)])
-    return OwnRows(_alike(ops.grouped_matmul(value, own, factor.ends), weight.device_mesh), factor)
+    own = weight.to_local(grad_placements=factor.gradient_of(weight.placements))
+    return OwnRows(own_rows(ops.grouped_matmul(value, own, factor.ends), weight.device_mesh), factor)
 
 
-def _alike(x: Tensor, mesh: Any) -> DTensor:
+def own_rows(x: Tensor, mesh: Any) -> DTensor:
     """Rows of this rank's own, which no collective may take for a part of anything."""
     return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
@@ -230,6 +229,14 @@ class Dispatch:
     ends: Tensor
     """[own experts]: where each one's rows end here."""
 
+    over: tuple[int, ...]
+    """Mesh dimensions over which experts are divided."""
+
+    def gradient_of(self, placements: Sequence[Placement]) -> list[Placement]:
+        """Of something of the own experts, placed so: ranks that have other tokens for them have a part of a sum."""
+        divided = [i for i, p in enumerate(self.tokens.placements) if dtensor.is_divided(p) and i not in self.over]
+        return [Partial() if i in divided else p for i, p in enumerate(placements)]
+
     @classmethod
     def of(
         cls, chosen: Sorted, over: tuple[int, ...], dim: int | None, experts: int, capacity: float | None
@@ -270,7 +277,7 @@ class Dispatch:
                 "for",
             )
         return cls(
-            chosen.tokens, dim, masked, ranks, slot, size, out, sort, lengths, receives, come.sum(0).cumsum(0)
+            chosen.tokens, dim, masked, ranks, slot, size, out, sort, lengths, receives, come.sum(0).cumsum(0), over
         )._announced(length, sent)
 
     def _announced(self, length: int, counts: Tensor) -> "Dispatch":
