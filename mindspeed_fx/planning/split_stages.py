@@ -8,6 +8,7 @@ makes and a later one reads goes from neighbour to neighbour. Source of the term
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Iterator, Sequence
 
@@ -19,7 +20,7 @@ from mindspeed_fx.capture import isolate
 from mindspeed_fx.compat import fake, fx_graph, tracing
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.graph.writes import written_by
-from mindspeed_fx.planning.layer_lists import Layers
+from mindspeed_fx.planning.layer_lists import Layers, layers_of
 from mindspeed_fx.planning.random_calls import draws_numbers
 from mindspeed_fx.report.source import source_line
 from mindspeed_fx.sharding.between_stages import RECEIVED
@@ -68,6 +69,19 @@ def split_stages(gm: fx.GraphModule, layers: Layers, stages: int, sizes: Sequenc
             raise
         homes = _Homes(gm, layers[:1], stages, sizes)
     return [_part(gm, homes, s) for s in range(stages)]
+
+
+def why_no_stages(gm: fx.GraphModule, model: nn.Module) -> str:
+    """Why ``gm``, Dynamo's graph of ``model``, cannot be cut; "" where it can, or has too few layers for any stages."""
+    try:
+        layers = layers_of(model, 2)
+    except ShardingError:
+        return ""
+    try:
+        split_stages(fx.GraphModule(gm, copy.deepcopy(gm.graph)), layers, 2)
+    except ShardingError as error:
+        return str(error)
+    return ""
 
 
 class LayerOrderError(ShardingError):
@@ -205,7 +219,7 @@ class _Homes:
             stages = set().union(
                 *(self.readers[n] | ({self.stage[n]} if n in self.stage else set()) for n in (writer, *same))
             )
-            if len(stages) > 1:
+            if len(stages) > 1 and not self._is_sent_written(writer, [writer, *same]):
                 raise ShardingError(
                     f"{_where(writer)}: {writer.name} writes in place to what stages "
                     f"{' and '.join(map(str, sorted(stages)))} read; stages share no memory"
@@ -215,6 +229,16 @@ class _Homes:
                     f"{_where(writer)}: {writer.name} writes in place to what comes before the layers; stages cannot "
                     "tell who reads it"
                 )
+
+    def _is_sent_written(self, writer: fx.Node, nodes: list[fx.Node]) -> bool:
+        """Whether one stage makes ``nodes``, of one memory, and other stages read them after ``writer`` has written:
+        they get what it wrote."""
+        stage = self.stage.get(writer)
+        if stage is None or any(self.stage.get(n) != stage for n in nodes):
+            return False
+        before = self.nodes[: self.nodes.index(writer)]
+        readers = (n for n in before if any(a in nodes for a in n.all_input_nodes))
+        return all(({self.stage[n]} if n in self.stage else self.readers[n]) == {stage} for n in readers)
 
     def _is_made_by_each(self, writer: fx.Node, same: list[fx.Node]) -> bool:
         """Whether every stage that reads what ``writer`` writes makes it anew, the writes included (:attr:`writers`).

@@ -218,6 +218,31 @@ class Scaled(nn.Module):
         return (x.sum(-1) - labels).square().mean()
 
 
+class Rescaled(nn.Module):
+    """What leaves each layer is changed in place as the last thing, as Gemma 4's; ``late``: read again behind it."""
+
+    def __init__(self, late=False):
+        super().__init__()
+        self.late, self.table = late, nn.Embedding(64, 8)
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, ids, labels):
+        x = self.table(ids)
+        for layer in self.layers:
+            x = before = x + torch.tanh(layer(x))
+            x *= 0.5
+            if self.late:
+                x = x + before
+        return (x.sum(-1) - labels).square().mean()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_a_stage_changes_in_place_before_it_sends_it(late):
+    torch.manual_seed(0)
+    given, model = batch(), Rescaled(late).double()
+    agrees(model, stages(model, 2, (), given, microbatches=1, options=EAGER), given, 1)
+
+
 def changed(change):
     """What is changed in place, and read by its first name."""
 

@@ -86,6 +86,29 @@ def test_what_a_stage_receives_is_as_the_plan_has_it(plan):
     checked(model, {"pp": 2, "tp": 2}, plan, *args)
 
 
+class Turned(Mixed):
+    """Layers that run in turns, as HRM's: no stage can have the first of them alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(4)])
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        for layer in [*self.layers, self.layers[0]]:
+            x = x + torch.tanh(layer(x))
+        return nn.functional.cross_entropy((x @ self.embed.weight.T).flatten(0, 1), labels.flatten())
+
+
+def test_a_model_that_has_no_stages_gets_no_plan_with_any():
+    model, args = Turned().double(), tuple(torch.randint(0, 64, (4, 16)) for _ in range(2))
+    with pytest.raises(ShardingError, match='mesh dimension "pp": .*layer 0 of layers reads what a later layer makes'):
+        mindspeed_fx.plan(model, args, mesh={"pp": 2, "tp": 2}, hardware="ascend910b2")
+    plan = mindspeed_fx.plan(model, args, devices=4, hardware="ascend910b2", keep=20)
+    assert all("pp" not in p.mesh for p in plan.alternatives)
+    assert "no plan has stages of a pipeline: " in str(plan) and "reads what a later layer makes" in str(plan)
+
+
 class Bounded(torch.autograd.Function):
     """A square root whose gradient has a bound of its own, as RecurrentGemma's."""
 

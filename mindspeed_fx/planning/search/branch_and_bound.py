@@ -106,6 +106,11 @@ def branch_and_bound(
             f'mesh dimension "pp": {stages} stages need as many layers of one kind in a row, and the model has '
             f"{layers or 'none'}"
         )
+    if problem.no_stages and stages > 1:
+        raise ShardingError(f'mesh dimension "pp": {problem.no_stages}')
+    if problem.no_stages and pipeline and layers > 1:
+        pipeline, note = False, f"no plan has stages of a pipeline: {problem.no_stages}"
+        problem.notes += [note] if note not in problem.notes else []
     factored = list(meshes(devices, rows, length, layers, experts, fixed or {}, pipeline, hw.node))
     if not factored:
         raise ShardingError(

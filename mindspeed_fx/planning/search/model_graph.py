@@ -20,6 +20,7 @@ from mindspeed_fx.planning.search.layer_dedup import Repetition, repetition
 from mindspeed_fx.planning.search.problem import NotRepeated, Problem
 from mindspeed_fx.planning.search.problem_builder import build_problem
 from mindspeed_fx.planning.search.traced_plan import Traced
+from mindspeed_fx.planning.split_stages import why_no_stages
 from mindspeed_fx.report.source import source_line
 from mindspeed_fx.sharding.expert_lists import kept_in_one_graph
 from mindspeed_fx.sharding.plan import ShardingError
@@ -31,6 +32,9 @@ UNFUSED = ("fusion.add_rms_norm", "fusion.add_layer_norm")
 
 FUSED = ("fusion.moe_permute",)
 """Whatever it costs on cpu: the search knows how tokens go to experts by this operator."""
+
+NO_STAGES = "no_stages"
+"""In a captured graph's ``meta``: see :attr:`Problem.no_stages`."""
 
 
 class _Seen(Exception):
@@ -87,13 +91,15 @@ def _single_layers(model: nn.Module, stages: int) -> list[tuple[list[str], list[
 def _problem(gm: fx.GraphModule, names: list[str | None], repeated: Repetition) -> Problem:
     problem = build_problem(gm, names, repeated.model, repeated)
     problem.traced = Traced(gm, names, repeated)
+    problem.no_stages = gm.meta[NO_STAGES]
     return problem
 
 
 def capture_model(
     model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], named: Any = None
 ) -> tuple[fx.GraphModule, list[str | None]]:
-    """The graph of ``model`` and the names of its inputs; a break is told within ``named``."""
+    """The graph of ``model``, whose ``meta`` has :data:`NO_STAGES`, and the names of its inputs; a break is told within
+    ``named``."""
     from mindspeed_fx.backend import Compilation
 
     results: list[fx.GraphModule] = []
@@ -104,6 +110,7 @@ def capture_model(
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         options = Options.parse({"disable": list(UNFUSED), "enable": list(FUSED)})
+        gm.meta[NO_STAGES] = why_no_stages(gm, model)
         try:
             if reason := Compilation(options.resolve("cpu")).capture(gm):
                 wrong.append(f"{reason}, so that no plan can be searched for it")

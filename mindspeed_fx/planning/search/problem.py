@@ -135,6 +135,8 @@ class Problem:
     choices: set[int] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     module_names: list[str] = field(default_factory=list)
+    no_stages: str = ""
+    """Why the model cannot be cut into stages of a pipeline; "" where it can."""
     traced: Any = None
     """The graph that it was read from (:class:`~mindspeed_fx.planning.search.traced_plan.Traced`)."""
 
