@@ -47,13 +47,17 @@ def _captured_backward(gm: fx.GraphModule) -> fx.GraphModule:
     return captured
 
 
-def explain_unread(gm: fx.GraphModule) -> str | None:
-    """Why a Dynamo graph cannot be read as operators on plain tensors, in one sentence; None where it can be."""
-    if reason := _explain_data(gm):
+def explain_unread(gm: fx.GraphModule, is_body: bool = False) -> str | None:
+    """Why a Dynamo graph cannot be read as operators on plain tensors, in one sentence; None where it can be.
+
+    Args:
+        is_body: of a call in another graph, which may read the same memory.
+    """
+    if reason := _explain_data(gm, is_body):
         return reason
     for node in gm.graph.nodes:
         body = getattr(gm, node.target, None) if node.op == "get_attr" and "." not in node.target else None
-        if isinstance(body, fx.GraphModule) and (reason := explain_unread(body)):
+        if isinstance(body, fx.GraphModule) and (reason := explain_unread(body, True)):
             return reason
         for value in pytree.tree_leaves(fx_graph.example_value_of(node)):
             if tracing.wraps_tensors(value):
@@ -64,10 +68,12 @@ def explain_unread(gm: fx.GraphModule) -> str | None:
     return None
 
 
-def _explain_data(gm: fx.GraphModule) -> str | None:
+def _explain_data(gm: fx.GraphModule, is_body: bool) -> str | None:
     """Why ``tensor.data`` of a graph cannot be read as ``tensor.detach()``: what is written through it, or assigned to
-    it, does not count as a new version of the tensor, and no operator says so."""
-    data = set()
+    it, does not count as a new version of the tensor, and no operator says so. (Of an input that nothing has read yet,
+    as a weight that is clipped before its use, nobody has a version of before.)"""
+    inputs = set() if is_body else _memory(*gm.graph.find_nodes(op="placeholder"))
+    data, read = set(), set()
     for node in gm.graph.nodes:
         if node.op != "call_function" and node.op != "call_method":
             continue
@@ -75,8 +81,11 @@ def _explain_data(gm: fx.GraphModule) -> str | None:
             return f"the graph assigns to .data of a tensor ({node.args[0]}), and is not captured"
         if tracing.is_data(node.target):
             data |= _memory(node)
-        elif data and data & _memory(*written_by(node)):
+            continue
+        changed = data & _memory(*written_by(node))
+        if changed and (changed & read or changed - inputs):
             return f"the graph writes a tensor through .data ({node.name}), and is not captured"
+        read |= _memory(*node.all_input_nodes) - changed
     return None
 
 
