@@ -72,8 +72,7 @@ def _explain_data(gm: fx.GraphModule, is_body: bool) -> str | None:
     """Why ``tensor.data`` of a graph cannot be read as ``tensor.detach()``: what is written through it, or assigned to
     it, does not count as a new version of the tensor, and no operator says so. (Of an input that nothing has read yet,
     as a weight that is clipped before its use, nobody has a version of before.)"""
-    inputs = set() if is_body else _memory(*gm.graph.find_nodes(op="placeholder"))
-    data, read = set(), set()
+    data, inputs, readers = set(), [] if is_body else gm.graph.find_nodes(op="placeholder"), list[fx.Node]()
     for node in gm.graph.nodes:
         if node.op != "call_function" and node.op != "call_method":
             continue
@@ -82,10 +81,10 @@ def _explain_data(gm: fx.GraphModule, is_body: bool) -> str | None:
         if tracing.is_data(node.target):
             data |= _memory(node)
             continue
-        changed = data & _memory(*written_by(node))
-        if changed and (changed & read or changed - inputs):
+        changed = data and data & _memory(*written_by(node))
+        if changed and (changed - _memory(*inputs) or changed & _memory(*(n.all_input_nodes for n in readers))):
             return f"the graph writes a tensor through .data ({node.name}), and is not captured"
-        read |= _memory(*node.all_input_nodes) - changed
+        readers += [] if changed else [node]
     return None
 
 

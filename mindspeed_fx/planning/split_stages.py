@@ -219,7 +219,8 @@ class _Homes:
             stages = set().union(
                 *(self.readers[n] | ({self.stage[n]} if n in self.stage else set()) for n in (writer, *same))
             )
-            if len(stages) > 1 and not self._is_sent_written(writer, [writer, *same]):
+            alike = [w for w in writers if any(storages.get(n) in changed for n in writers[w])]
+            if len(stages) > 1 and not self._is_sent_written(alike, same):
                 raise ShardingError(
                     f"{_where(writer)}: {writer.name} writes in place to what stages "
                     f"{' and '.join(map(str, sorted(stages)))} read; stages share no memory"
@@ -230,15 +231,15 @@ class _Homes:
                     "tell who reads it"
                 )
 
-    def _is_sent_written(self, writer: fx.Node, nodes: list[fx.Node]) -> bool:
-        """Whether one stage makes ``nodes``, of one memory, and other stages read them after ``writer`` has written:
-        they get what it wrote."""
-        stage = self.stage.get(writer)
-        if stage is None or any(self.stage.get(n) != stage for n in nodes):
-            return False
-        before = self.nodes[: self.nodes.index(writer)]
-        readers = (n for n in before if any(a in nodes for a in n.all_input_nodes))
-        return all(({self.stage[n]} if n in self.stage else self.readers[n]) == {stage} for n in readers)
+    def _is_sent_written(self, writers: list[fx.Node], same: list[fx.Node]) -> bool:
+        """Whether one stage makes the memory of the nodes ``same`` and has all its ``writers``, and other stages read
+        it behind them: they get what was written."""
+        stages = {self.stage.get(n) for n in writers}
+        last = max(self.nodes.index(n) for n in writers)
+        for n in self.nodes[:last]:
+            if n in same or any(a in same for a in n.all_input_nodes):
+                stages |= {self.stage[n]} if n in self.stage else self.readers[n]
+        return len(stages) == 1 and None not in stages
 
     def _is_made_by_each(self, writer: fx.Node, same: list[fx.Node]) -> bool:
         """Whether every stage that reads what ``writer`` writes makes it anew, the writes included (:attr:`writers`).
