@@ -57,7 +57,7 @@ def compared(name: str, use: str, plan: str) -> tuple[str, str]:
         model, inputs = build(name, use)
         unused = copy.deepcopy(model)
         torch.manual_seed(plans.SEED)
-        loss = model(**inputs)
+        loss = model(**copy.deepcopy(inputs))  # CTRL writes into its embeddings
         loss.backward()
         if any(p.grad.isnan().any() for p in model.parameters() if p.grad is not None):
             return "unbuilt", "eager PyTorch's gradients are not numbers"
