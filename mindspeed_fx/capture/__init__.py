@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Sequence
 
 import torch
 import torch.fx as fx
@@ -47,17 +47,18 @@ def _captured_backward(gm: fx.GraphModule) -> fx.GraphModule:
     return captured
 
 
-def explain_unread(gm: fx.GraphModule, is_body: bool = False) -> str | None:
+def explain_unread(gm: fx.GraphModule, own: Sequence[fx.Node] | None = None) -> str | None:
     """Why a Dynamo graph cannot be read as operators on plain tensors, in one sentence; None where it can be.
 
     Args:
-        is_body: of a call in another graph, which may read the same memory.
+        own: inputs of a body that nothing outside reads; None: ``gm`` is no body.
     """
-    if reason := _explain_data(gm, is_body):
+    own = gm.graph.find_nodes(op="placeholder") if own is None else own
+    if reason := _explain_data(gm, own):
         return reason
     for node in gm.graph.nodes:
         body = getattr(gm, node.target, None) if node.op == "get_attr" and "." not in node.target else None
-        if isinstance(body, fx.GraphModule) and (reason := explain_unread(body, True)):
+        if isinstance(body, fx.GraphModule) and (reason := explain_unread(body, _own_inputs(body, node, own))):
             return reason
         for value in pytree.tree_leaves(fx_graph.example_value_of(node)):
             if tracing.wraps_tensors(value):
@@ -68,11 +69,21 @@ def explain_unread(gm: fx.GraphModule, is_body: bool = False) -> str | None:
     return None
 
 
-def _explain_data(gm: fx.GraphModule, is_body: bool) -> str | None:
+def _own_inputs(body: fx.GraphModule, node: fx.Node, own: Sequence[fx.Node]) -> list[fx.Node]:
+    """Inputs of a checkpointed region, which ``node`` stands for, that are those of ``own`` and that it alone reads."""
+    call = next(iter(node.users), None)
+    if call is None or len(node.users) > 1 or not tracing.is_checkpoint(call.target):
+        return []
+    given = zip(body.graph.find_nodes(op="placeholder"), call.args[1:])
+    return [n for n, a in given if a in own and len(a.users) == 1 and call.args.count(a) == 1]
+
+
+def _explain_data(gm: fx.GraphModule, own: Sequence[fx.Node]) -> str | None:
     """Why ``tensor.data`` of a graph cannot be read as ``tensor.detach()``: what is written through it, or assigned to
     it, does not count as a new version of the tensor, and no operator says so. (Of an input that nothing has read yet,
     as a weight that is clipped before its use, nobody has a version of before.)"""
-    data, inputs, readers = set(), [] if is_body else gm.graph.find_nodes(op="placeholder"), list[fx.Node]()
+    data: set[int] = set()
+    readers: list[fx.Node] = []
     for node in gm.graph.nodes:
         if node.op != "call_function" and node.op != "call_method":
             continue
@@ -82,7 +93,7 @@ def _explain_data(gm: fx.GraphModule, is_body: bool) -> str | None:
             data |= _memory(node)
             continue
         changed = data and data & _memory(*written_by(node))
-        if changed and (changed - _memory(*inputs) or changed & _memory(*(n.all_input_nodes for n in readers))):
+        if changed and (changed - _memory(*own) or changed & _memory(*(n.all_input_nodes for n in readers))):
             return f"the graph writes a tensor through .data ({node.name}), and is not captured"
         readers += [] if changed else [node]
     return None
