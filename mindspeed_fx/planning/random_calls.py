@@ -38,7 +38,7 @@ def _calls_random(node: fx.Node) -> bool:
     values = fx.map_arg((node.args, node.kwargs), fx_graph.example_value_of)
     mode = fake.fake_like(values) if any(map(fake.is_fake, pytree.tree_leaves(values))) else fake.new_mode()
     answers: list[bool] = []
-    with mode, torch.no_grad():
+    with tracing.symbols_given_up(mode, on_error=False), mode, torch.no_grad():
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone(), values)
         with dispatcher.Watch(lambda operator, *_: answers.append(is_random(operator))):
             _call(node, args, kwargs)

@@ -89,13 +89,15 @@ def test_what_a_stage_receives_is_as_the_plan_has_it(plan):
 class Turned(Mixed):
     """Layers that run in turns, as HRM's: no stage can have the first of them alone."""
 
+    turns = 1
+
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(4)])
 
     def forward(self, ids, labels):
         x = self.embed(ids)
-        for layer in [*self.layers, self.layers[0]]:
+        for layer in [*self.layers, *self.layers[: self.turns]]:
             x = x + torch.tanh(layer(x))
         return nn.functional.cross_entropy((x @ self.embed.weight.T).flatten(0, 1), labels.flatten())
 
@@ -107,6 +109,25 @@ def test_a_model_that_has_no_stages_gets_no_plan_with_any():
     plan = mindspeed_fx.plan(model, args, devices=4, hardware="ascend910b2", keep=20)
     assert all("pp" not in p.mesh for p in plan.alternatives)
     assert "no plan has stages of a pipeline: " in str(plan) and "reads what a later layer makes" in str(plan)
+
+
+class Numbered(Turned):
+    """Reads a number from its arguments, as models with images do; data decide it."""
+
+    turns = 0
+
+    def forward(self, ids, labels):
+        largest = ids.max().item()
+        torch._check(largest < 64)
+        return super().forward(ids, labels) + largest
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2, "tp": 2}, {"pp": 2, "tp": 2}], ids=str)
+def test_models_that_read_numbers_are_planned_beside_stages(sizes):
+    """Whether a call draws random numbers is asked of fake values, and left a symbol that the trace looked for."""
+    model, args = Numbered().double(), tuple(torch.randint(0, 64, (4, 16)) for _ in range(2))
+    plan = mindspeed_fx.plan(model, args, mesh=sizes, hardware="ascend910b2")
+    checked(model, plan.sizes, plan, *args)
 
 
 class Bounded(torch.autograd.Function):
