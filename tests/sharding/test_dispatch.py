@@ -173,11 +173,17 @@ DIVIDED_BIASES = dataclasses.replace(
 )
 
 
+WHOLE_BEHIND = dataclasses.replace(
+    BOTH, parameters={f"experts.{n}": {"ep": "S(0)", "tp": "S(0)"} for n in ("gate", "up")}
+)
+
+
 @pytest.mark.parametrize("mesh, plan", [
     ({"ep": 2}, "ep_alltoall"),
     ({"dp": 2, "ep": 2}, "zero2+ep_alltoall"),
     ({"ep": 2, "tp": 2}, BOTH),
     ({"ep": 2, "tp": 2}, DIVIDED_BIASES),
+    ({"ep": 2, "tp": 2}, WHOLE_BEHIND),
 ])  # fmt: skip
 def test_rows_of_a_table_by_expert_go_to_the_rows_that_were_sent(mesh, plan):
     """No more is sent than without them; their gradients are float32's."""

@@ -116,7 +116,7 @@ def _rewrite(node: fx.Node, report: PassReport) -> None:
             "mutated": False,
         }
         product.args = (*product.args[:2], new)
-    _meet_tables(region, node.args[1])
+    _meet_tables([n for n in node.graph.nodes if n in region], node.args[1])
     node.target = token_dispatch.permute_tokens
     for end in ends:
         end.target, end.args, end.kwargs = (
@@ -127,7 +127,7 @@ def _rewrite(node: fx.Node, report: PassReport) -> None:
     report.rewrites.append(site("tokens sent to experts by all-to-all", node, [node, *products, *ends]))
 
 
-def _meet_tables(region: set[fx.Node], indices: fx.Node) -> None:
+def _meet_tables(region: list[fx.Node], indices: fx.Node) -> None:
     """Rows of a table by expert that meet ``region``, the rows sorted by ``indices``, are taken where those are."""
     from mindspeed_fx.sharding.spmd.rows_by_expert import rows_by_expert
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from mindspeed_fx.sharding.plan import ShardingError
 from mindspeed_fx.sharding.spmd import token_dispatch
@@ -36,11 +36,8 @@ def rows_by_expert(rows: Any, table: Any, indices: Any) -> Any:
             f"a table of {tuple(table.shape)} is taken by expert for rows that have met no weight of an expert yet; "
             'plan "ep" gathers tokens instead'
         )
-    factor, mesh = rows.routing, table.device_mesh
-    own = table.redistribute(placements=[Shard(0) if i in factor.over else Replicate() for i in range(mesh.ndim)])
-    local = own.to_local(grad_placements=factor.gradient_of(own.placements))
-    values = _of_rows(local, factor.ends, rows.value.shape[0])
-    return OwnRows(token_dispatch.own_rows(values, mesh), factor)
+    values = _of_rows(rows.routing.own(table), rows.routing.ends, rows.value.shape[0])
+    return OwnRows(token_dispatch.own_rows(values, table.device_mesh), rows.routing)
 
 
 def _of_rows(table: Tensor, ends: Tensor, rows: int) -> Tensor:

@@ -22,11 +22,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from mindspeed_fx.compat import dtensor
 from mindspeed_fx.kernels.base import LIBRARY
@@ -141,8 +141,8 @@ def grouped_matmul(x: "Sorted | OwnRows", weight: DTensor, capacity: float | Non
         )
     factor = x.routing if isinstance(x, OwnRows) else x.to(over, weight.shape[0], capacity)
     value = x.value.to_local() if isinstance(x, OwnRows) else x.arrived(factor)
-    own = weight.to_local(grad_placements=factor.gradient_of(weight.placements))
-    return OwnRows(own_rows(ops.grouped_matmul(value, own, factor.ends), weight.device_mesh), factor)
+    product = ops.grouped_matmul(value, factor.own(weight), factor.ends)
+    return OwnRows(own_rows(product, weight.device_mesh), factor)
 
 
 def own_rows(x: Tensor, mesh: Any) -> DTensor:
@@ -232,10 +232,12 @@ class Dispatch:
     over: tuple[int, ...]
     """Mesh dimensions over which experts are divided."""
 
-    def gradient_of(self, placements: Sequence[Placement]) -> list[Placement]:
-        """Of something of the own experts, placed so: ranks that have other tokens for them have a part of a sum."""
+    def own(self, x: DTensor) -> Tensor:
+        """Of ``x`` [experts, ...] what is this rank's experts'; ranks that have other tokens for them have parts of a
+        sum of its gradient."""
+        x = x.redistribute(placements=[Shard(0) if i in self.over else Replicate() for i in range(x.device_mesh.ndim)])
         divided = [i for i, p in enumerate(self.tokens.placements) if dtensor.is_divided(p) and i not in self.over]
-        return [Partial() if i in divided else p for i, p in enumerate(placements)]
+        return x.to_local(grad_placements=[Partial() if i in divided else p for i, p in enumerate(x.placements)])
 
     @classmethod
     def of(
