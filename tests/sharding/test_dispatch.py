@@ -318,6 +318,8 @@ def test_runs_of_rows_go_there_and_back(lengths, chance, room):
     [
         ("Mixtral", "grouped_mm", {"ep": 2}, "ep_alltoall"),
         ("Qwen3Moe", "batched_mm", {"ep": 4}, "ep_alltoall"),
+        ("GptOss", "grouped_mm", {"ep": 2}, "ep_alltoall"),
+        ("GptOss", "grouped_mm", {"ep": 2, "tp": 2}, "ep_alltoall+tp"),
         ("Mixtral", "grouped_mm", {"dp": 2, "ep": 2}, "zero2+ep_alltoall"),
         ("Mixtral", "grouped_mm", {"ep": 2, "tp": 2}, "ep_alltoall+tp"),
         ("Mixtral", "grouped_mm", {"ep": 2, "tp": 2}, "ep_alltoall+tp_sp"),

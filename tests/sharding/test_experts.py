@@ -27,8 +27,13 @@ def hugging_face(kind, implementation):
     config, model = {
         "Mixtral": ("MixtralConfig", "MixtralForCausalLM"),
         "Qwen3Moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+        "GptOss": ("GptOssConfig", "GptOssForCausalLM"),
     }[kind]
-    more = dict(num_local_experts=4) if kind == "Mixtral" else dict(num_experts=4, moe_intermediate_size=8, head_dim=8)
+    more = {
+        "Mixtral": dict(num_local_experts=4),
+        "Qwen3Moe": dict(num_experts=4, moe_intermediate_size=8, head_dim=8),
+        "GptOss": dict(num_local_experts=4, head_dim=8),
+    }[kind]
     made = getattr(transformers, model)(getattr(transformers, config)(**SMALL, **more, use_cache=False)).double()
     return Loss(made, implementation)
 
