@@ -74,8 +74,8 @@ def _own_inputs(body: fx.GraphModule, node: fx.Node, own: Sequence[fx.Node]) -> 
     call = next(iter(node.users), None)
     if call is None or len(node.users) > 1 or not tracing.is_checkpoint(call.target):
         return []
-    given = zip(body.graph.find_nodes(op="placeholder"), call.args[1:])
-    return [n for n, a in given if a in own and len(a.users) == 1 and call.args.count(a) == 1]
+    operands = zip(body.graph.find_nodes(op="placeholder"), call.args[1:])
+    return [n for n, a in operands if a in own and len(a.users) == 1 and call.args.count(a) == 1]
 
 
 def _explain_data(gm: fx.GraphModule, own: Sequence[fx.Node]) -> str | None:

@@ -62,6 +62,25 @@ def _counts(mesh: tuple[int, ...], rows: int, microbatches: int | None) -> list[
     return [microbatches] if own % microbatches == 0 else []
 
 
+def _has_stages(problem: Problem, stages: int, layers: int) -> bool:
+    """Whether the model can be cut into stages; where it cannot, a note says why.
+
+    Raises:
+        ShardingError: ``stages`` are asked for, and it cannot be cut into as many.
+    """
+    if stages > max(1, layers):
+        raise ShardingError(
+            f'mesh dimension "pp": {stages} stages need as many layers of one kind in a row, and the model has '
+            f"{layers or 'none'}"
+        )
+    if problem.no_stages and stages > 1:
+        raise ShardingError(f'mesh dimension "pp": {problem.no_stages}')
+    note = f"no plan has stages of a pipeline: {problem.no_stages}"
+    if problem.no_stages and layers > 1 and note not in problem.notes:
+        problem.notes.append(note)
+    return not problem.no_stages
+
+
 def branch_and_bound(
     problem: Problem,
     hw: Hardware,
@@ -101,16 +120,7 @@ def branch_and_bound(
             'mesh dimension "ep" divides experts, and none were found: weights [experts, ., .] in grouped products, or '
             'a list of modules in a loop that gives each the tokens that chose it. Name the dimension "dp"'
         )
-    if (stages := (fixed or {}).get("pp", 1)) > max(1, layers):
-        raise ShardingError(
-            f'mesh dimension "pp": {stages} stages need as many layers of one kind in a row, and the model has '
-            f"{layers or 'none'}"
-        )
-    if problem.no_stages and stages > 1:
-        raise ShardingError(f'mesh dimension "pp": {problem.no_stages}')
-    if problem.no_stages and pipeline and layers > 1:
-        pipeline, note = False, f"no plan has stages of a pipeline: {problem.no_stages}"
-        problem.notes += [note] if note not in problem.notes else []
+    pipeline = _has_stages(problem, (fixed or {}).get("pp", 1), layers) and pipeline
     factored = list(meshes(devices, rows, length, layers, experts, fixed or {}, pipeline, hw.node))
     if not factored:
         raise ShardingError(
