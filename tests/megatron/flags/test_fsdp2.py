@@ -149,6 +149,7 @@ def worker(rank: int, store: str) -> None:
             assert words in str(error)
         else:
             raise AssertionError(words)
+    dist.barrier()  # a rank that ends closes a group that the other one is still making
     dist.destroy_process_group()
 
 
