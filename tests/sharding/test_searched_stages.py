@@ -32,6 +32,9 @@ class Mixed(nn.Module):
         x = self.embed(ids)
         for layer in self.layers:
             x = x + torch.tanh(layer(x) if isinstance(layer, nn.Linear) else layer(x, x))
+        return self.loss(x, labels)
+
+    def loss(self, x, labels):
         return nn.functional.cross_entropy((x @ self.embed.weight.T).flatten(0, 1), labels.flatten())
 
 
@@ -73,7 +76,7 @@ class Masked(Mixed):
         x = self.embed(ids)
         for layer in self.layers:
             x = layer(x)
-        return nn.functional.cross_entropy((x @ self.embed.weight.T).flatten(0, 1), labels.flatten())
+        return self.loss(x, labels)
 
 
 @pytest.mark.parametrize("plan", [None, "replicated", "tp_sp"])
@@ -99,7 +102,7 @@ class Turned(Mixed):
         x = self.embed(ids)
         for layer in [*self.layers, *self.layers[: self.turns]]:
             x = x + torch.tanh(layer(x))
-        return nn.functional.cross_entropy((x @ self.embed.weight.T).flatten(0, 1), labels.flatten())
+        return self.loss(x, labels)
 
 
 def test_a_model_that_has_no_stages_gets_no_plan_with_any():
@@ -151,7 +154,7 @@ class Rooted(Mixed):
     def forward(self, ids, labels):
         x = Bounded.apply(self.embed(ids).square())
         x = x + Bounded.apply(self.layers[2](torch.relu(self.layers[0](x))).square())
-        return nn.functional.cross_entropy((x @ self.embed.weight.T).flatten(0, 1), labels.flatten())
+        return self.loss(x, labels)
 
 
 def test_custom_functions_of_each_element_are_divided():
@@ -188,7 +191,7 @@ class Scans(Mixed):
         x = self.embed(ids)
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
-        return nn.functional.cross_entropy((x @ self.embed.weight.T).flatten(0, 1), labels.flatten())
+        return self.loss(x, labels)
 
 
 @pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, {"pp": 2, "tp": 2}])
