@@ -219,8 +219,8 @@ class _Homes:
             stages = set().union(
                 *(self.readers[n] | ({self.stage[n]} if n in self.stage else set()) for n in (writer, *same))
             )
-            alike = [w for w in writers if any(storages.get(n) in changed for n in writers[w])]
-            if len(stages) > 1 and not self._is_sent_written(alike, same):
+            alike = (w for w in writers if any(storages.get(n) in changed for n in writers[w]))
+            if len(stages) > 1 and not self._is_sent_written(list(alike), same):
                 raise ShardingError(
                     f"{_where(writer)}: {writer.name} writes in place to what stages "
                     f"{' and '.join(map(str, sorted(stages)))} read; stages share no memory"

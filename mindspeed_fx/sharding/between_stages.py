@@ -13,7 +13,7 @@ from typing import Any, Sequence
 import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from mindspeed_fx.sharding.plan import Boundary, Placed, Plan, parse_placement, placement_of
+from mindspeed_fx.sharding.plan import Placed, Plan, parse_placement, placement_of
 
 RECEIVED = "received_"
 """How the arguments of a stage begin that the stage before sends."""
@@ -44,17 +44,14 @@ def placements_between(plan: Plan, mesh: Any, shape: Sequence[int]) -> tuple[Pla
 def placements_received(plan: Plan, mesh: Any, sent: Sequence[Placement]) -> tuple[Placement, ...]:
     """How a stage computes on what is ``sent`` to it: whole over tp, unless the plan has the sequence in parts between
     modules. (Else attention would be divided along the sequence where no plan says so.)"""
-    tp = "tp" in placement_of(plan.inputs, RECEIVED, "input") or any(map(_divides_sequence, plan.modules.values()))
-    tp = tp or any(_is_sequence(edge.output) for edge in plan.operators.values())
-    names = mesh.mesh_dim_names
-    return tuple(p if tp or name != "tp" else Replicate() for p, name in zip(sent, names, strict=True))
+    edges = [placed for edge in plan.modules.values() for placed in (edge.input, edge.output)]
+    edges += [edge.output for edge in plan.operators.values()]
+    if "tp" in placement_of(plan.inputs, RECEIVED, "input") or any(map(_divides_sequence, edges)):
+        return tuple(sent)
+    return tuple(Replicate() if name == "tp" else p for p, name in zip(sent, mesh.mesh_dim_names, strict=True))
 
 
-def _divides_sequence(edge: Boundary) -> bool:
-    return _is_sequence(edge.output) or _is_sequence(edge.input)
-
-
-def _is_sequence(placed: Placed) -> bool:
+def _divides_sequence(placed: Placed) -> bool:
     return "tp" in placed and parse_placement(placed["tp"], "edge") == SEQUENCE
 
 

@@ -79,13 +79,11 @@ class Masked(Mixed):
         return self.loss(x, labels)
 
 
-@pytest.mark.parametrize("plan", [None, "replicated", "tp_sp"])
+@pytest.mark.parametrize("plan", [None, Plan("replicated", ("tp",)), "tp_sp"], ids=["searched", "replicated", "tp_sp"])
 def test_what_a_stage_receives_is_as_the_plan_has_it(plan):
     """Ranks of tp send parts of it; where the plan does not divide the sequence, the stage computes on the whole."""
     model, args = Masked().double(), tuple(torch.randint(0, 64, (4, 16)) for _ in range(2))
     plan = plan or mindspeed_fx.plan(model, args, mesh={"pp": 2, "tp": 2}, hardware="ascend910b2")
-    if plan == "replicated":
-        plan = Plan("replicated", ("tp",))
     checked(model, {"pp": 2, "tp": 2}, plan, *args)
 
 

@@ -62,23 +62,19 @@ def _counts(mesh: tuple[int, ...], rows: int, microbatches: int | None) -> list[
     return [microbatches] if own % microbatches == 0 else []
 
 
-def _has_stages(problem: Problem, stages: int, layers: int) -> bool:
-    """Whether the model can be cut into stages; where it cannot, a note says why.
+def _without_stages(problem: Problem, factored: list[tuple[int, ...]], stages: int) -> list[tuple[int, ...]]:
+    """The meshes of a model that cannot be cut into stages; a note says why where some are left out.
 
     Raises:
-        ShardingError: ``stages`` are asked for, and it cannot be cut into as many.
+        ShardingError: ``stages`` are asked for.
     """
-    if stages > max(1, layers):
-        raise ShardingError(
-            f'mesh dimension "pp": {stages} stages need as many layers of one kind in a row, and the model has '
-            f"{layers or 'none'}"
-        )
-    if problem.no_stages and stages > 1:
+    if stages > 1:
         raise ShardingError(f'mesh dimension "pp": {problem.no_stages}')
+    result = [mesh for mesh in factored if mesh[0] == 1]
     note = f"no plan has stages of a pipeline: {problem.no_stages}"
-    if problem.no_stages and layers > 1 and note not in problem.notes:
+    if len(result) < len(factored) and note not in problem.notes:
         problem.notes.append(note)
-    return not problem.no_stages
+    return result
 
 
 def branch_and_bound(
@@ -120,8 +116,14 @@ def branch_and_bound(
             'mesh dimension "ep" divides experts, and none were found: weights [experts, ., .] in grouped products, or '
             'a list of modules in a loop that gives each the tokens that chose it. Name the dimension "dp"'
         )
-    pipeline = _has_stages(problem, (fixed or {}).get("pp", 1), layers) and pipeline
+    if (stages := (fixed or {}).get("pp", 1)) > max(1, layers):
+        raise ShardingError(
+            f'mesh dimension "pp": {stages} stages need as many layers of one kind in a row, and the model has '
+            f"{layers or 'none'}"
+        )
     factored = list(meshes(devices, rows, length, layers, experts, fixed or {}, pipeline, hw.node))
+    if problem.no_stages:
+        factored = _without_stages(problem, factored, stages)
     if not factored:
         raise ShardingError(
             f"{devices} devices cannot share a batch of {rows} and a sequence of "

@@ -33,9 +33,6 @@ UNFUSED = ("fusion.add_rms_norm", "fusion.add_layer_norm")
 FUSED = ("fusion.moe_permute",)
 """Whatever it costs on cpu: the search knows how tokens go to experts by this operator."""
 
-NO_STAGES = "no_stages"
-"""In a captured graph's ``meta``: see :attr:`Problem.no_stages`."""
-
 
 class _Seen(Exception):
     """Ends the run of the traced model before it starts."""
@@ -53,10 +50,18 @@ def trace_model(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], s
     Raises:
         ShardingError: sizes that are data, with module and line; fewer layers than stages.
     """
+
+    def traced(short: Repetition, named: Any = None) -> Problem:
+        reasons: list[str] = []
+        read = None if stages == 1 else lambda gm: reasons.append(why_no_stages(gm, short.model))
+        problem = _problem(*capture_model(short.model, args, kwargs, named, read), short)
+        problem.no_stages = "".join(reasons)
+        return problem
+
     short = repetition(model)
     if short.runs:
         try:
-            return _problem(*capture_model(short.model, args, kwargs, contextlib.nullcontext()), short)
+            return traced(short, contextlib.nullcontext())
         except NotRepeated as e:
             why = str(e)
         except (IndexError, KeyError, torch._dynamo.exc.TorchDynamoException, symbols.undecided_by_data()) as e:
@@ -65,12 +70,12 @@ def trace_model(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], s
         short = Repetition(model, notes=notes)
     short.runs = _single_layers(model, stages)
     try:
-        return _problem(*capture_model(model, args, kwargs), short)
+        return traced(short)
     except NotRepeated as e:
         if stages:
             raise ShardingError(f"pp={stages}: {e}") from None
     short.runs = []
-    return _problem(*capture_model(model, args, kwargs), short)
+    return traced(short)
 
 
 def _single_layers(model: nn.Module, stages: int) -> list[tuple[list[str], list[str]]]:
@@ -91,15 +96,18 @@ def _single_layers(model: nn.Module, stages: int) -> list[tuple[list[str], list[
 def _problem(gm: fx.GraphModule, names: list[str | None], repeated: Repetition) -> Problem:
     problem = build_problem(gm, names, repeated.model, repeated)
     problem.traced = Traced(gm, names, repeated)
-    problem.no_stages = gm.meta[NO_STAGES]
     return problem
 
 
 def capture_model(
-    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], named: Any = None
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    named: Any = None,
+    read: Callable[[fx.GraphModule], None] | None = None,
 ) -> tuple[fx.GraphModule, list[str | None]]:
-    """The graph of ``model``, whose ``meta`` has :data:`NO_STAGES`, and the names of its inputs; a break is told within
-    ``named``."""
+    """The graph of ``model`` and the names of its inputs; a break is told within ``named``, and ``read`` gets Dynamo's
+    graph as it is."""
     from mindspeed_fx.backend import Compilation
 
     results: list[fx.GraphModule] = []
@@ -110,7 +118,8 @@ def capture_model(
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         options = Options.parse({"disable": list(UNFUSED), "enable": list(FUSED)})
-        gm.meta[NO_STAGES] = why_no_stages(gm, model)
+        if read is not None:
+            read(gm)
         try:
             if reason := Compilation(options.resolve("cpu")).capture(gm):
                 wrong.append(f"{reason}, so that no plan can be searched for it")

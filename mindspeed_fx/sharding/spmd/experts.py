@@ -105,14 +105,15 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, existing: Tensor, back: Tensor, mine: Tensor) -> Tensor:
         ctx.save_for_backward(back, mine)
-        return _rows(x, index, existing)
+        return rows_at(x, index, existing)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _rows(grad, *ctx.saved_tensors), None, None, None, None
+        return rows_at(grad, *ctx.saved_tensors), None, None, None, None
 
 
-def _rows(x: Tensor, index: Tensor, existing: Tensor) -> Tensor:
+def rows_at(x: Tensor, index: Tensor, existing: Tensor) -> Tensor:
+    """Rows of ``x`` at ``index`` where ``existing``, else zero."""
     return torch.where(existing.view(-1, *[1] * (x.ndim - 1)), x.index_select(0, index), 0)
 
 

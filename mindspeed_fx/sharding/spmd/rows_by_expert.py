@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from mindspeed_fx.sharding.plan import ShardingError
 from mindspeed_fx.sharding.spmd import token_dispatch
-from mindspeed_fx.sharding.spmd.experts import OwnRows
+from mindspeed_fx.sharding.spmd.experts import OwnRows, rows_at
 
 
 def rows_by_expert(rows: Any, table: Any, indices: Any) -> Any:
@@ -44,5 +44,4 @@ def _of_rows(table: Tensor, ends: Tensor, rows: int) -> Tensor:
     """[rows, ...]: ``table[e]`` where e's rows end at ``ends[e]``, and zero behind the last."""
     row = torch.arange(rows, device=ends.device)
     expert = torch.searchsorted(ends, row, right=True)
-    existing = (expert < ends.shape[0]).view(-1, *[1] * (table.ndim - 1))
-    return torch.where(existing, table.index_select(0, expert.clamp(max=ends.shape[0] - 1)), 0)
+    return rows_at(table, expert.clamp(max=ends.shape[0] - 1), expert < ends.shape[0])

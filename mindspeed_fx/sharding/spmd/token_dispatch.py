@@ -32,7 +32,7 @@ from mindspeed_fx.compat import dtensor
 from mindspeed_fx.kernels.base import LIBRARY
 from mindspeed_fx.sharding.plan import ShardingError
 from mindspeed_fx.sharding.spmd.expected_collectives import sends_inside
-from mindspeed_fx.sharding.spmd.experts import OwnRows
+from mindspeed_fx.sharding.spmd.experts import OwnRows, rows_at
 
 aten, ops = torch.ops.aten, torch.ops.mindspeed
 
@@ -229,14 +229,12 @@ class Dispatch:
     ends: Tensor
     """[own experts]: where each one's rows end here."""
 
-    over: tuple[int, ...]
-    """Mesh dimensions over which experts are divided."""
-
     def own(self, x: DTensor) -> Tensor:
         """Of ``x`` [experts, ...] what is this rank's experts'; ranks that have other tokens for them have parts of a
         sum of its gradient."""
-        x = x.redistribute(placements=[Shard(0) if i in self.over else Replicate() for i in range(x.device_mesh.ndim)])
-        divided = [i for i, p in enumerate(self.tokens.placements) if dtensor.is_divided(p) and i not in self.over]
+        over = (*self.masked, self.dim)
+        x = x.redistribute(placements=[Shard(0) if i in over else Replicate() for i in range(x.device_mesh.ndim)])
+        divided = [i for i, p in enumerate(self.tokens.placements) if dtensor.is_divided(p) and i not in over]
         return x.to_local(grad_placements=[Partial() if i in divided else p for i, p in enumerate(x.placements)])
 
     @classmethod
@@ -279,7 +277,7 @@ class Dispatch:
                 "for",
             )
         return cls(
-            chosen.tokens, dim, masked, ranks, slot, size, out, sort, lengths, receives, come.sum(0).cumsum(0), over
+            chosen.tokens, dim, masked, ranks, slot, size, out, sort, lengths, receives, come.sum(0).cumsum(0)
         )._announced(length, sent)
 
     def _announced(self, length: int, counts: Tensor) -> "Dispatch":
@@ -381,9 +379,5 @@ def _move_rows(x: Tensor, factor: Dispatch, back: bool, tables: Any) -> Tensor:
     row, has, place, goes, first, came, later, stays, messages, receives = tables
     length = row.shape[0]
     if not back:
-        return _rows(factor.exchanged(_rows(x, row, has), messages, receives, factor.size), first, came)
-    return _rows(factor.exchanged(_rows(x, later, stays), receives, messages, length), place, goes)
-
-
-def _rows(x: Tensor, index: Tensor, existing: Tensor) -> Tensor:
-    return torch.where(existing.view(-1, *[1] * (x.ndim - 1)), x.index_select(0, index), 0)
+        return rows_at(factor.exchanged(rows_at(x, row, has), messages, receives, factor.size), first, came)
+    return rows_at(factor.exchanged(rows_at(x, later, stays), receives, messages, length), place, goes)
