@@ -51,16 +51,8 @@ from mindspeed_fx.passes.runner import Pipeline
 from mindspeed_fx.report import progress, recorder
 from mindspeed_fx.report.code import remembering
 from mindspeed_fx.sharding import parallelized_graph as sharding
-from mindspeed_fx.training import (
-    data_parallel,
-    flop_count,
-    freed_weights,
-    gradient_ready,
-    late_gradients,
-    optimizer_in_backward,
-    param_gather,
-    turns,
-)
+from mindspeed_fx.training import flop_count, late_gradients
+from mindspeed_fx.training.marks import Marks
 
 
 def mindspeed(
@@ -102,14 +94,9 @@ class Compilation:
         self.shortened: Shortened | None = None
         self.generates = options.codegen == "inductor" and not is_meta
         """False on the meta device too: before it calls passes, Inductor leaves empty outputs of such a graph alone."""
-        self.averaged: list = []
-        self.steps: optimizer_in_backward.Steps | gradient_ready.Announcements | None = None
-        self.gathers, self.freed = param_gather.Gathers(()), freed_weights.FreedWeights(())
-        self.late: late_gradients.Late | None = None
+        self.marks = Marks()
         self.between = False, False
         """Of a parallelized stage of a pipeline: whether it receives parts, and sends them."""
-        self.takes_turns = False
-        """Two calls of such graphs run beside each other."""
         self.sharding: Any = None
         """Of a parallelized model: its :class:`mindspeed_fx.sharding.parallelized_graph.ParallelizedGraph`."""
         self.pipeline = Pipeline(options)
@@ -142,20 +129,11 @@ class Compilation:
     def _compile(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         if self.options.target == "cpu":
             host_heap.keep()
-        self.averaged = data_parallel.parameters(inputs) if self.options.data_parallel else []
         if plan := sharding.take_shown_calls(gm):
             self.sharding, plan.between = plan, self.between
             self._take_recompute(plan.plan)
             sharding.check_options(self.options)
-        if self.options.optimizer:
-            self.steps = optimizer_in_backward.Steps(gm, inputs)
-        elif gradient_ready.has_listeners(inputs):
-            self.steps = gradient_ready.Announcements(gm, inputs)
-        self.gathers, self.freed = param_gather.Gathers(inputs), freed_weights.FreedWeights(inputs)
-        self.late = late_gradients.take(inputs, self.options.codegen) or self.late
-        self.takes_turns = turns.take(inputs, self.options.codegen)
-        if self.steps is not None:
-            inputs = self.steps.inputs
+        inputs = self.marks.take(gm, inputs, self.options)
         inputs, self.shortened = leave_out(self, gm, inputs)
         table = None
         if self.options.target == "npu":
@@ -164,7 +142,7 @@ class Compilation:
         if self.options.codegen == "npugraph_ex" and (why := npu.problem()):
             raise OptionError(f'option "codegen" is "npugraph_ex": {why}')
         short = self.shortened.identity if self.shortened else ""
-        name = identity(self.options) + self.gathers.identity + self.freed.identity + short
+        name = identity(self.options) + self.marks.identity + short
         # A plan's local program is traced from the captured graph, so that capture can't wait for Inductor's hook.
         captured_by_hook = CapturedPasses(self.capture, gm, name) if self.generates and not plan else None
         if captured_by_hook is None:
@@ -177,9 +155,12 @@ class Compilation:
         self, gm: fx.GraphModule, inputs: Sequence[Any], plan: Any, captured_by_hook: Any, name: str, table: Any
     ) -> Callable:
         """From the captured graph on; of a parallelized model the local program is traced here."""
-        gm, inputs, wrap = sharding.localize(gm, inputs, plan)
+        gm, inputs, localized = sharding.localize(gm, inputs, plan)
         recorder.note_inputs(self.record, inputs)
-        wrap = self.steps.wrap if self.steps is not None else wrap
+
+        def wrap(compiled: Callable) -> Callable:
+            return self.marks.wrap(localized(compiled))
+
         if not self.generates:
             how = {"decompositions": table, "keep_writes": keeps_writes(gm)}
             inner, partition = self.run_eagerly, self.partitioner()
@@ -199,7 +180,7 @@ class Compilation:
                 inner=self.run_inductor,
                 config=config,
                 caches=self.caches and (plan is None or plan.is_cacheable),
-                joint_cache=self.late is None,
+                joint_cache=self.marks.late is None,
                 decompositions=table,
                 **hooks,
             )
@@ -224,7 +205,7 @@ class Compilation:
             captured, reason = self._read(gm)
         if captured is None:
             self.pipeline.refuse("captured", reason, self.record)
-            self.average(gm)
+            self.marks.read(gm)
             return reason
         self._snapshot("captured", captured, text=False)
         progress.enter("captured passes")
@@ -232,7 +213,7 @@ class Compilation:
             self.pipeline.run("captured", "captured", captured, self.record, self.readable, self.sharding)
         fx_graph.replace_graph(gm, captured)
         graph_inputs.drop_owner(captured)
-        self.average(gm)
+        self.marks.read(gm)
         return None
 
     def _read(self, gm: fx.GraphModule) -> tuple[fx.GraphModule | None, str]:
@@ -254,19 +235,11 @@ class Compilation:
                 ) from error
             return None, f"the graph cannot be traced as operators on plain tensors, and is not captured ({why})"
 
-    def average(self, gm: fx.GraphModule) -> None:
-        if self.averaged and self.options.data_parallel:
-            data_parallel.average(gm, self.averaged, self.options.data_parallel)
-        if self.steps is not None:
-            self.steps.read(gm)
-
     def prepare_joint(self, joint: fx.GraphModule) -> None:
         """Joint passes; then inline what has no kernel of its own, so that the cut can look inside."""
         if self.sharding is not None:
             self.sharding.program.traffic.traced()
-        gradient_ready.mark(joint)
-        self.gathers.mark(joint)
-        self.freed.mark(joint)
+        self.marks.mark(joint)
         written_inputs.keep_old_values(joint)
         zeros.fill_zeros(joint)
         progress.enter("joint passes")
@@ -330,8 +303,8 @@ class Compilation:
                 self.record.lowered += lower(
                     gm, self.options.target, side, inline_references=inductor, decompositions=table
                 )
-        if side != "backward" and self.gathers:
-            self.gathers.insert(gm)
+        if side != "backward":
+            self.marks.wait(gm)
         if self.options.count_flops:
             flop_count.insert(gm, self.work[side])
         self.pipeline.require_named(self.record, side)
@@ -356,11 +329,9 @@ class Compilation:
             inputs, _ = self._finished(gm, inputs, side)
         if self.options.codegen == "eager":
             fake.reshape_views(gm)
-        hand_over = turns.insert if self.takes_turns else None
-        if self.late is not None and side == "backward":
-            return late_gradients.run_in_parts(gm, self.late, inductor_compat.box_arguments, hand_over)
-        if hand_over is not None:
-            hand_over(gm)
+        if self.marks.late is not None and side == "backward":
+            return late_gradients.run_in_parts(gm, self.marks.late, inductor_compat.box_arguments, self.marks.hand_over)
+        self.marks.hand_over(gm)
         return npu.npugraph_ex(gm, inputs, self.options.npugraph_ex) if self.options.codegen == "npugraph_ex" else gm
 
     def run_inductor(self, gm: fx.GraphModule, inputs: Sequence[Any], compile: Callable, **kwargs: Any) -> Any:
@@ -371,10 +342,11 @@ class Compilation:
                 kwargs["static_input_idxs"] = static
             if recorder.is_modelling():
                 return inductor_compat.box_arguments(gm)
-            shared = self.caches and (self.sharding.is_cacheable if self.sharding else self.late is not None)
-            if self.late is not None and side == "backward":
+            late = self.marks.late
+            shared = self.caches and (self.sharding.is_cacheable if self.sharding else late is not None)
+            if late is not None and side == "backward":
                 later = inductor_compat.compile_later(compile, gm, inputs, kwargs)
-                return late_gradients.run_in_parts(gm, self.late, inductor_cache.each_once(later, shared))
+                return late_gradients.run_in_parts(gm, late, inductor_cache.each_once(later, shared))
             with inductor_cache.compiled_once(gm, inputs, shared), recorder.record_codegen(self.record):
                 compiled = compile(gm, inputs, **kwargs)
         self.record.kernels[side] = inductor_compat.kernel_nodes()

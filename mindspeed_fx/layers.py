@@ -42,9 +42,7 @@ def why_each(compilation: Any) -> str:
         "under a memory budget each layer is decided for itself": c.options.memory_budget is not None,
         'option "recompute" names single layers': _names_layers(c.options.recompute),
         "floating-point operations are counted": c.options.count_flops,
-        "gradients are averaged, or weights updated, gathered or freed, one by one": bool(
-            c.averaged or c.steps or c.gathers or c.freed.identity or c.late or c.takes_turns
-        ),
+        "gradients are averaged, or weights updated, gathered or freed, one by one": bool(c.marks),
         f'pass "{share}" is off': all(p.name != share for p in c.pipeline.passes),
     }
     return next((why for why, holds in for_itself.items() if holds), "")

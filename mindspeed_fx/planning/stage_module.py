@@ -292,7 +292,7 @@ class Trace:
             weights = [i for i, n in enumerate(part.inputs) if is_parameter(n) and examples[i].requires_grad]
             compilation = Compilation(self.options.resolve(device_of(examples)))
             held = functools.partial(_values_of, program, weights)
-            compilation.late = Late(stage.late, weights, held, may_be_whole=True)
+            compilation.marks.late = Late(stage.late, weights, held, may_be_whole=True)
             if compilation.caches:
                 compilation.record.effective["caches"] = "Inductor's alone: a stage's backward may come in parts"
             compilation.between = incoming is not _whole, outgoing is not _whole

@@ -13,8 +13,9 @@ import numpy as np
 
 from mindspeed_fx.planning.search.highs import Linear
 from mindspeed_fx.planning.search.problem import Edge, Node, Problem, Value
+from mindspeed_fx.planning.search.strategies import EXPERTS
 from mindspeed_fx.planning.search.strategy_space import SUMMED, Label, P, R, Strategy
-from mindspeed_fx.planning.search.to_plan import EXPERTS, PERMUTE, UNPERMUTE, expressible, leaves
+from mindspeed_fx.planning.search.to_plan import PERMUTE, UNPERMUTE, expressible, leaves
 
 KINDS = ("", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 

@@ -8,6 +8,7 @@ lies between two layers of the run.
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,10 +24,12 @@ from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.planning.search.axes import Axes, Dim
 from mindspeed_fx.planning.search.layer_dedup import Repetition
 from mindspeed_fx.planning.search.problem import Edge, Node, NotRepeated, Parameter, Problem, Use, Value
+from mindspeed_fx.planning.search.sorted_tables import as_gather, with_sorted_tables
 from mindspeed_fx.planning.search.stacked_experts import name_of_all
-from mindspeed_fx.planning.search.strategies import name_of, strategy_rows, tensor_arguments
+from mindspeed_fx.planning.search.strategies import BY_EXPERT, name_of, strategy_rows, tensor_arguments
 from mindspeed_fx.report.source import source_line
 from mindspeed_fx.sharding.plan import ShardingError
+from mindspeed_fx.sharding.spmd.rows_by_expert import rows_by_expert
 
 CARRY_AXES = names(REARRANGEMENTS) | frozenset(("expand", "chunk", "slice", "select", "narrow"))
 """Operators of one tensor that make no choice: the axes of their input are those of their result."""
@@ -44,7 +47,7 @@ def build_problem(gm: fx.GraphModule, names: list[str | None], model: nn.Module,
         NotRepeated: two layers of a run became different graphs.
         ShardingError: the graph has no input with a batch.
     """
-    return _Builder(gm, names, model, repeated).build()
+    return _Builder(with_sorted_tables(gm), names, model, repeated).build()
 
 
 class _Builder:
@@ -200,6 +203,8 @@ class _Builder:
             strategy_rows(node),
         )
         here.args = fx.map_arg(tuple(node.args), lambda a: self.values.get(a))
+        if node.target is rows_by_expert:
+            here.args, here.call = as_gather(here.args), replace(here.call, args=as_gather(here.call.args))
         if here.rows is None:
             self.unknown.setdefault(name, f'module "{here.module}"')
         for i, u in enumerate(outs):
@@ -245,7 +250,7 @@ class _Builder:
         for results, inputs in strategy_rows(node) or []:
             tied = [(outputs[i], int(p)) for i, p in enumerate(results) if i < len(outputs) and not isinstance(p, str)]
             arguments = [(sized[i], int(p)) for i, p in enumerate(inputs) if i < len(sized) and not isinstance(p, str)]
-            if name == "grouped_matmul" and inputs[:2] == [0, 0]:
+            if name in BY_EXPERT and inputs[:2] == [0, 0]:
                 continue
             members = arguments + tied
             for other, d in members[1:]:
@@ -257,7 +262,7 @@ class _Builder:
         """Which rows sorted by expert belong to which experts."""
         sorted_by: dict[int, Dim] = {}
         for node in self.nodes:
-            if node.op == "grouped_matmul":
+            if node.op in BY_EXPERT:
                 rows_, experts = self.axes.atoms(node.uses[0].dims[0]), node.uses[1].dims[0]
                 if rows_ and rows_[-1] in {a for c in self.problem.choices for a in self.axes.atoms((c,))}:
                     self.axes.unify(sorted_by.setdefault(rows_[-1], experts), experts)

@@ -41,6 +41,10 @@ SUMS = frozenset(
 )
 LINEAR_SUMS = frozenset(("sum", "count_nonzero"))
 COUNTS = frozenset(("bincount", "histc", "one_hot_sum"))
+BY_EXPERT = frozenset(("grouped_matmul", "rows_by_expert"))
+"""Operators of (rows sorted by expert, what each expert has)."""
+EXPERTS = BY_EXPERT | {"moe_permute", "moe_unpermute"}
+"""Operators of rows by expert; what works row by row between them is any."""
 
 
 def tensor_arguments(node: fx.Node) -> list[fx.Node]:
@@ -206,13 +210,16 @@ def _grouped_rows(node: fx.Node, values: Sequence[torch.Tensor], out: torch.Tens
     return [([0], [0, R, R]), ([0], [0, 0, R]), ([1], [R, 2, R]), ([P], [1, 1, R])]
 
 
+def _table_rows(node: fx.Node, values: Sequence[torch.Tensor], out: torch.Tensor) -> list[Row]:
+    """By token with the whole table; by expert with its row; along what a row is."""
+    return [([0], [0, R, 0]), ([0], [0, 0, R]), *(([d], [R, d, R]) for d in range(1, out.ndim))]
+
+
 def by_expert(op: str, outs: Sequence[Any], ins: Sequence[Any]) -> bool:
     """Whether this way of an operator of a mixture has rows by expert and not by token."""
-    return (
-        {"moe_permute": ins[0] == R, "moe_unpermute": outs[0] == P, "grouped_matmul": ins[1] == 0}.get(op, False)
-        if len(ins) > 1
-        else False
-    )
+    if op in BY_EXPERT:
+        return ins[1] == 0
+    return len(ins) > 1 and {"moe_permute": ins[0] == R, "moe_unpermute": outs[0] == P}.get(op, False)
 
 
 _OWN = {
@@ -227,4 +234,5 @@ _OWN = {
     "moe_permute": _permute,
     "moe_unpermute": _unpermute,
     "grouped_matmul": _grouped_rows,
+    "rows_by_expert": _table_rows,
 }

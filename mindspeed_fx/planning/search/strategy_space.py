@@ -9,7 +9,7 @@ from typing import Any, Iterator
 from mindspeed_fx.compat.placements import Even
 from mindspeed_fx.planning.search.layouts import Layout, shares
 from mindspeed_fx.planning.search.problem import Node, Problem, Value
-from mindspeed_fx.planning.search.strategies import by_expert
+from mindspeed_fx.planning.search.strategies import BY_EXPERT, EXPERTS, by_expert
 
 R, P, SUMMED = "R", "P", "+"
 """Whole; a sum over the ranks; whole, with a gradient that is a sum over the ranks. A placement else is an atom."""
@@ -119,18 +119,14 @@ class StrategySpace:
                 # DTensor takes whole tokens in parts here because that is free, and then has no gradient for parts of
                 # parts.
                 results = [x for x in results if is_divided_by_class(node, x)] or results
-            if any(x.ins[1:2] and x.ins[1] in self.expert_atoms for x in results if node.op == "grouped_matmul"):
+            if any(x.ins[1:2] and x.ins[1] in self.expert_atoms for x in results if node.op in BY_EXPERT):
                 results = [x for x in results if not self.inside(node, x)]
             self._strategies[key] = results
         return self._strategies[key]
 
     def inside(self, node: Node, strategy: Strategy) -> bool:
         """Whether experts are divided inside, which is modelled alone."""
-        return (
-            node.op == "grouped_matmul"
-            and isinstance(strategy.ins[1], int)
-            and strategy.ins[1] not in self.expert_atoms
-        )
+        return node.op in BY_EXPERT and isinstance(strategy.ins[1], int) and strategy.ins[1] not in self.expert_atoms
 
     def _strided(self, node: Node, result: Strategy) -> bool:
         """Divided by sequence inside tokens [batch * sequence]: DTensor has no gradient for that where cp divides it
@@ -180,12 +176,7 @@ class StrategySpace:
         dims, p = placed[0] if placed else ([], 0)
         atoms = dims[int(p)] if int(p) < len(dims) else ()
         data = [a for a in atoms if a in (self.problem.batch, self.problem.sequence)]
-        expert = [
-            e
-            for a in atoms
-            if (e := self.problem.experts.get(a)) is not None
-            and node.op not in ("grouped_matmul", "moe_permute", "moe_unpermute")
-        ]
+        expert = [e for a in atoms if (e := self.problem.experts.get(a)) is not None and node.op not in EXPERTS]
         return data + list(atoms[:1] if not data else ()) + expert
 
     def _passes(self, node: Node, atom: int, ranks: int) -> bool:

@@ -8,13 +8,13 @@ from typing import Any
 from mindspeed_fx.planning.search.problem import Edge, Node, Parameter, Problem
 from mindspeed_fx.planning.search.stacked_experts import at_rest
 from mindspeed_fx.planning.search.stage_loads import whole_sizes
+from mindspeed_fx.planning.search.strategies import EXPERTS
 from mindspeed_fx.planning.search.strategy_space import SUMMED, Label, P, R
 from mindspeed_fx.sharding.parallelized_graph import argument_name
 from mindspeed_fx.sharding.plan import Boundary, parse_placement
 from mindspeed_fx.sharding.presets import ATTENTION, QKV
 
 PERMUTE, UNPERMUTE = "moe_permute", "moe_unpermute"
-EXPERTS = frozenset((PERMUTE, UNPERMUTE, "grouped_matmul"))
 DATA = ("dp", "cp", "ep")
 """Mesh dimensions that divide tokens; ZeRO divides what is no expert's over all of them."""
 
