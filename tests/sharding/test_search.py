@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 pytest.importorskip("scipy", reason="the search needs scipy's HiGHS")
 
 import mindspeed_fx
+from mindspeed_fx.cost.collectives import collective_seconds
 from mindspeed_fx.cost.hardware import hardware
 from mindspeed_fx.planning.search import highs
 from mindspeed_fx.planning.search.branch_and_bound import branch_and_bound
@@ -170,6 +172,33 @@ def test_attention_by_query_is_priced_with_and_without_optional_arguments(proble
         short = dataclasses.replace(node, args=node.args[:count], call=call)
         seconds.append(prices._timed(short, strategy, Layout(), None, "", ""))
     assert seconds[0] == seconds[1]
+
+
+def test_an_all_to_all_has_what_a_rank_holds(problem):
+    """Queries, keys, values and result of attention, there and back, a fourth of each on every rank."""
+    layout, node = Layout(cp=4), next(n for n in problem.nodes if n.op == "attention")
+    ways = {}
+    for way in ("ulysses", "kv_allgather"):
+        prices = Prices(problem, HW, strategies=(way,))
+        ways[way] = prices.price(node, prices.space.strategies(node, layout)[0], layout)
+    assert [ways[w].how for w in ways] == list(ways)
+    sizes = [math.prod(v.shape) * v.itemsize for v in (*(u.value for u in node.uses), node.outs[0])]
+    sent = sum(2 * collective_seconds("all_to_all", n / 4, 4, HW) for n in sizes)
+    gathered = sum(
+        collective_seconds("all_gather", n, 4, HW) + collective_seconds("reduce_scatter", n, 4, HW) for n in sizes[1:3]
+    )
+    assert ways["ulysses"].moved == pytest.approx(sent) and ways["kv_allgather"].moved == pytest.approx(gathered)
+
+
+def test_a_value_that_changes_its_dimension_on_tp_has_what_a_rank_holds(problem):
+    layout = Layout(tp=4)
+    program = Program(Prices(problem, HW), layout, GiB)
+    program.priced()
+    move = next(m for m in program.moves if len(m.value.shape) == 3)
+    size = math.prod(move.value.shape) * move.value.itemsize
+    for kind, share in (("all_to_all", 4), ("all_gather", 1)):
+        fixed, each = program.lines[kind]
+        assert fixed + each * program.bytes[move.value] == pytest.approx(collective_seconds(kind, size / share, 4, HW))
 
 
 def test_linear_programs():

@@ -42,6 +42,7 @@ PLANS: dict[str, tuple[str, dict[str, int]]] = {
     "zero2+tp_sp": ("zero2+tp_sp", {"dp": 2, "tp": 2}),
     "tp_2d": ("tp_2d", {"tp_x": 2, "tp_y": 2}),
     "search": ("search", {"dp": 2, "tp": 2}),
+    "cp2 x search": ("search", {"cp": 2, "tp": 2}),
     "pp2 x search": ("search", {"pp": 2, "tp": 2}),
 }
 """Column -> plan and mesh; "search" is what ``mindspeed_fx.plan`` finds for the mesh."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from dataclasses import dataclass
 from typing import Any, Iterator
 
 from mindspeed_fx.cost.collectives import collective
@@ -19,9 +18,19 @@ from mindspeed_fx.cost.operators import Cost, Spec
 from mindspeed_fx.kernels.base import REGISTRY
 from mindspeed_fx.planning.search import stacked_experts
 from mindspeed_fx.planning.search.layouts import Layout
+from mindspeed_fx.planning.search.node_price import NOTHING, NodePrice
 from mindspeed_fx.planning.search.problem import Node, Problem, Use, localize
 from mindspeed_fx.planning.search.stage_loads import layer_order, parts_of
-from mindspeed_fx.planning.search.strategy_space import SUMMED, Label, R, Strategy, StrategySpace, is_divided_by_class
+from mindspeed_fx.planning.search.strategies import is_told_by_name
+from mindspeed_fx.planning.search.strategy_space import (
+    SUMMED,
+    Label,
+    P,
+    R,
+    Strategy,
+    StrategySpace,
+    is_divided_by_class,
+)
 
 OPTIMIZERS = {"adam": 8, "sgd": 0, "momentum": 4}
 """Bytes of optimizer state for each parameter; 16-bit parameters have a float32 copy on top."""
@@ -32,36 +41,13 @@ BY_SHAPE = frozenset(
 )
 """Operators whose price is not a matter of the number of tokens alone."""
 
-
-@dataclass
-class NodePrice:
-    """What one operator costs per microbatch on one rank, in seconds and bytes."""
-
-    forward: float = 0.0
-    backward: float = 0.0
-    moved: float = 0.0
-    """Seconds of collectives inside, and around it on dimensions other than tp."""
-    gather: float = 0.0
-    """Seconds of its parameters' gathers, forward."""
-    reduce: float = 0.0
-    """Seconds of its parameters' gathers and its gradients' reductions, backward."""
-    update: float = 0.0
-    """Seconds of the optimizer."""
-    state: float = 0.0
-    """Bytes of parameters, gradients and optimizer states."""
-    gathered: float = 0.0
-    """Bytes of parameters that are made whole for its use."""
-    kept: float = 0.0
-    """Bytes kept for its backward that are no argument of it."""
-    transient: float = 0.0
-    """Bytes at hand while it runs backward."""
-    how: str = ""
-    """How it is computed on cp, where there is a choice."""
-    weights: float = 0.0
-    """Seconds of :attr:`backward` for gradients of weights, which a schedule may put off."""
-
-
-NOTHING = NodePrice()
+AROUND = {
+    R: ("all_gather",),
+    SUMMED: ("all_gather", "reduce_scatter"),
+    P: ("reduce_scatter", "all_gather"),
+}
+"""Collectives on cp of what is no part of the sequence, forward and backward; one of a result that is whole is of its
+gradient. An all-to-all, where other dimensions are divided, has what a rank holds, the others the whole."""
 
 
 def is_trained_product(node: Node) -> bool:
@@ -126,6 +112,7 @@ class Prices:
             transient,
             base.how,
             base.weights,
+            base.around,
         )
 
     def stored(self, node: Node, strategy: Strategy, layout: Layout) -> NodePrice:
@@ -176,8 +163,9 @@ class Prices:
         for how, other, without, moved, tag in self._around(node, strategy, layout):
             forward, backward = self._time(node, strategy, layout, other, without, tag)
             if best is None or forward + backward + moved < best[0]:
-                best = (forward + backward + moved, forward, backward, moved, how)
-        _, result.forward, result.backward, result.moved, result.how = best
+                best = (forward + backward + moved, forward, backward, moved, how, other)
+        _, result.forward, result.backward, result.moved, result.how, other = best
+        result.around = (other.ins, other.outs) if other else ((), ())
         result.weights = min(result.forward, result.backward) if is_trained_product(node) else 0.0
         result.moved += self._inside(node, strategy, layout)
         return result
@@ -301,9 +289,8 @@ class Prices:
             yield "", None, "", moved, ""
             return
         taken = {x: layout.tp for x in (*strategy.ins, *strategy.outs) if isinstance(x, int)}
-        for other in self.space.labelled(
-            node, layout.cp, lambda a: -(-self.space.rest(layout, a, "cp") // taken.get(a, 1))
-        ):
+        parts = lambda a: -(-self.space.rest(layout, a, "cp") // taken.get(a, 1))
+        for other in self.space.labelled(node, layout.cp, parts) if is_told_by_name(node) else ():
             factor = {x for x in (*other.ins, *other.outs) if isinstance(x, int)}
             if self.problem.batch in factor:
                 continue
@@ -321,28 +308,17 @@ class Prices:
         yield "whole", whole, "cp", moved + self._there_and_back(node, strategy, whole, layout), "cp whole"
 
     def _there_and_back(self, node: Node, strategy: Strategy, other: Strategy, layout: Layout) -> float:
-        s, total = self.problem.sequence, 0.0
-        for use, x, mine in zip(node.uses, other.ins, strategy.ins):
-            if use.value.producer is None or not any(s in d for d in use.dims) or x == s:
-                continue
-            n = self.space.nbytes(use.value, layout, mine, without="cp")
-            kinds = (
-                ("all_to_all", "all_to_all")
-                if isinstance(x, int)
-                else ("all_gather", "reduce_scatter")
-                if x == SUMMED
-                else ("all_gather", None)
-            )
-            total += sum(
-                self.seconds(k, n, layout, "cp") for k in kinds if k and (use.value.floating or k == "all_gather")
-            )
-        for value, x, mine in zip(node.outs[:1], other.outs, strategy.outs):
-            if isinstance(x, int) and x != s:
-                total += 2 * self.seconds(
-                    "all_to_all", self.space.nbytes(value, layout, mine, without="cp"), layout, "cp"
-                )
-            elif x == R and other.outs[0] == R:
-                total += self.seconds("all_gather", self.space.nbytes(value, layout, mine, without="cp"), layout, "cp")
+        s = self.problem.sequence
+        uses = [
+            (u.value, x, mine)
+            for u, x, mine in zip(node.uses, other.ins, strategy.ins)
+            if u.value.producer is not None and any(s in d for d in u.dims)
+        ]
+        total = 0.0
+        for value, x, mine in (*uses, *zip(node.outs[:1], other.outs, strategy.outs)):
+            n = self.space.nbytes(value, layout, mine, without="cp") / (layout.cp if isinstance(x, int) else 1)
+            kinds = () if x == s else AROUND.get(x, ("all_to_all", "all_to_all"))
+            total += sum(self.seconds(k, n, layout, "cp") for k in kinds[: 2 if value.floating else 1])
         return total
 
     def _exchange(self, node: Node, strategy: Strategy, layout: Layout) -> float:

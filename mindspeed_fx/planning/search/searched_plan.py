@@ -20,6 +20,7 @@ from mindspeed_fx.planning.search.plan_table import format_plan, who_runs
 from mindspeed_fx.planning.search.problem import Problem
 from mindspeed_fx.planning.search.solution import Solution
 from mindspeed_fx.planning.search.solve import Program
+from mindspeed_fx.planning.search.strategies import ATTENTIONS
 from mindspeed_fx.planning.search.strategy_space import SUMMED, Label, P, R
 from mindspeed_fx.planning.search.to_plan import emit
 from mindspeed_fx.planning.search.tried_plans import TriedPlans
@@ -344,7 +345,7 @@ class SearchedPlan(Plan):
         data = L.dp * L.ep
         sequence = self.searched.problem.sequence
         sp = L.tp > 1 and any(isinstance(t, int) and t == sequence for _, _, t, _, _ in self.solution.moves)
-        hows = sorted({p.how for p in self.solution.prices.values() if p.how})
+        hows = sorted({p.how for n, p in self.solution.prices.items() if p.how and n.op in ATTENTIONS})
         return {
             "tp": L.tp,
             "sp": sp,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mindspeed_fx.planning.search.costs import NodePrice
 from mindspeed_fx.planning.search.layouts import Layout
 from mindspeed_fx.planning.search.lp_structure import Move
+from mindspeed_fx.planning.search.node_price import NodePrice
 from mindspeed_fx.planning.search.problem import Node
 from mindspeed_fx.planning.search.strategy_space import Label, Strategy
 

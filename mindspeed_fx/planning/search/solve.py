@@ -96,6 +96,8 @@ class Program:
         self.lines = {
             k: self.prices.line(k, ranks, near) for k in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
         } | {"": (0.0, 0.0)}
+        fixed, each = self.lines["all_to_all"]
+        self.lines["all_to_all"] = fixed, each / ranks  # of a rank's part, as the others of the value below
         self.bytes = {m.value: self.prices.space.nbytes(m.value, self.layout) for m in self.moves}
 
     @property

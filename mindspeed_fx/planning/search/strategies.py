@@ -41,6 +41,7 @@ SUMS = frozenset(
 )
 LINEAR_SUMS = frozenset(("sum", "count_nonzero"))
 COUNTS = frozenset(("bincount", "histc", "one_hot_sum"))
+ATTENTIONS = frozenset(("attention", "scaled_dot_product_attention"))
 BY_EXPERT = frozenset(("grouped_matmul", "rows_by_expert"))
 """Operators of (rows sorted by expert, what each expert has)."""
 EXPERTS = BY_EXPERT | {"moe_permute", "moe_unpermute"}
@@ -213,6 +214,12 @@ def _grouped_rows(node: fx.Node, values: Sequence[torch.Tensor], out: torch.Tens
 def _table_rows(node: fx.Node, values: Sequence[torch.Tensor], out: torch.Tensor) -> list[Row]:
     """By token with the whole table; by expert with its row; along what a row is."""
     return [([0], [0, R, 0]), ([0], [0, 0, R]), *(([d], [R, d, R]) for d in range(1, out.ndim))]
+
+
+def is_told_by_name(node: Any) -> bool:
+    """Whether a plan can place what an operator of a :class:`problem.Node` reads: one of ATen's is called for other
+    things, too, and its name says them all."""
+    return node.op in ATTENTIONS or node.call.kind == "operator"
 
 
 def by_expert(op: str, outs: Sequence[Any], ins: Sequence[Any]) -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Sequence
 
 from mindspeed_fx.planning.search.problem import Edge, Node, Parameter, Problem
 from mindspeed_fx.planning.search.stacked_experts import at_rest
 from mindspeed_fx.planning.search.stage_loads import whole_sizes
-from mindspeed_fx.planning.search.strategies import EXPERTS
+from mindspeed_fx.planning.search.strategies import ATTENTIONS, EXPERTS, is_told_by_name
 from mindspeed_fx.planning.search.strategy_space import SUMMED, Label, P, R
 from mindspeed_fx.sharding.parallelized_graph import argument_name
 from mindspeed_fx.sharding.plan import Boundary, parse_placement
@@ -298,13 +298,11 @@ class _Emitter:
     # ---------------------------------------------------------------- attention on cp
 
     def _sequence(self) -> None:
-        hows = {n: p.how for n, p in self.solution.prices.items() if p.how}
-        for node in hows:
-            if node.op not in ("attention", "scaled_dot_product_attention"):
-                self.wrong.append(
-                    f'module "{node.module}": {node.op} needs the whole sequence, which no plan gathers for it'
-                )
-        kinds = {how for n, how in hows.items() if n.op in ("attention", "scaled_dot_product_attention")}
+        hows = {n: p.how for n, p in self.solution.prices.items() if p.how and n.op in ATTENTIONS}
+        for node, price in self.solution.prices.items():
+            if price.how and node not in hows:
+                self._around(node, *price.around)
+        kinds = set(hows.values())
         if len(kinds) > 1:
             self.wrong.append("attention layers that divide the sequence differently cannot be told apart in a plan")
         for how in kinds:
@@ -313,6 +311,20 @@ class _Emitter:
             ]
             for argument, word in zip((*QKV, None), (*words, "S(2)")):
                 self._operator(next(n for n, h in hows.items() if h == how), ATTENTION, argument, word, "cp")
+
+    def _around(self, node: Node, arguments: Sequence[Label], results: Sequence[Label]) -> None:
+        """An operator that does not take the sequence in parts. What it reads is whole, which a program does unasked,
+        or is divided otherwise; of the result of one of ours each rank goes on with its part of the sequence."""
+        if not is_told_by_name(node):
+            return
+        overload, sequence = node.call.overload, self.problem.sequence
+        name, result = str(overload).removesuffix(".default"), node.outs[0].dims
+        for use, label in zip(node.uses, arguments) if results[0] != R else ():
+            argument = overload._schema.arguments[next(i for i, a in enumerate(node.args) if a is use)].name
+            if isinstance(label, int) or any(sequence in atoms for atoms in use.dims):
+                self._operator(node, name, argument, self._word(use.dims, label, node), "cp")
+        if any(sequence in atoms for atoms in result):
+            self._operator(node, name, None, self._word(result, sequence, node), "cp")
 
 
 def owner(node: Node) -> str:
@@ -337,7 +349,7 @@ def expressible(edge: Edge) -> bool:
     where rows are sorted.
     """
     if edge.expressible is None:
-        attention, sorts = edge.node.op in ("attention", "scaled_dot_product_attention"), edge.node.op == PERMUTE
+        attention, sorts = edge.node.op in ATTENTIONS, edge.node.op == PERMUTE
         edge.expressible = (
             edge.argument < 3
             if attention
