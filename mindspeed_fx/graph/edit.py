@@ -1,4 +1,5 @@
-"""Nodes leave a graph, and the values they hold with them: those that nobody reads, and calls that others stand for."""
+"""Nodes leave a graph, and the values they hold with them: those that nobody reads, and calls that others stand for. A
+graph moves to another device."""
 
 from __future__ import annotations
 
@@ -7,8 +8,10 @@ from typing import Sequence
 
 import torch
 import torch.fx as fx
+from torch.fx.node import map_aggregate
 
 from mindspeed_fx.compat import tracing
+from mindspeed_fx.graph.recompile import recompile
 
 aten = torch.ops.aten
 
@@ -35,6 +38,20 @@ def stand_in(call: fx.Node, results: Sequence[fx.Node]) -> None:
         item.replace_all_uses_with(results[item.args[1]])
         call.graph.erase_node(item)
     call.graph.erase_node(call)
+
+
+def move_to(gm: fx.GraphModule, device: str) -> None:
+    """Have what a graph, and those in it, make themselves (positions, masks), and their constants, on ``device``."""
+    target = torch.device(device)
+    for graph in (m for m in gm.modules() if isinstance(m, fx.GraphModule)):
+        for node in graph.graph.nodes:
+            moved = map_aggregate((node.args, node.kwargs), lambda a: target if isinstance(a, torch.device) else a)
+            if moved != (node.args, node.kwargs):
+                node.args, node.kwargs = moved
+            constant = getattr(graph, str(node.target), None) if node.op == "get_attr" else None
+            if isinstance(constant, torch.Tensor) and constant.device != target:
+                setattr(graph, node.target, constant.to(target))
+        recompile(graph)
 
 
 def is_pure(node: fx.Node) -> bool:

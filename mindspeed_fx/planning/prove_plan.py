@@ -85,7 +85,6 @@ def prove_plan(
     vals = [n.meta.get("val") for n in placeholders]
     inputs = [torch.empty_like(v, device="cpu") if isinstance(v, torch.Tensor) else v for v in vals]
     whole, _ = _joint(gm, inputs, None)
-    modules = [n for n, _ in model.named_modules()]
     graphs: list[fx.Graph] = []
     values: list[Any] = []
     kinds = None
@@ -93,7 +92,7 @@ def prove_plan(
         groups = {device_mesh.get_group(d).group_name: d for d in mesh}
         for rank, coordinate in enumerate(itertools.product(*(range(n) for n in mesh.values()))):
             with dtensor.placed_at(device_mesh, coordinate):
-                program, values = local_program(copy.deepcopy(gm), names, modules, plan, device_mesh)
+                program, values = local_program(copy.deepcopy(gm), names, model, plan, device_mesh)
                 local = [local_input(v, value, device_mesh) for v, value in zip(vals, values)]
                 with without_collection():
                     graph, kinds = _joint(program, local, program, kinds)

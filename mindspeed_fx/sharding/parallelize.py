@@ -26,6 +26,7 @@ from mindspeed_fx.sharding import initialize, optimizers
 from mindspeed_fx.sharding.expert_lists import keep_in_one_graph
 from mindspeed_fx.sharding.inputs import show_inputs_whole
 from mindspeed_fx.sharding.parallelized_graph import BETWEEN_GRAPHS
+from mindspeed_fx.sharding.patterns import of_operator
 from mindspeed_fx.sharding.plan import Plan, ShardingError, placement_of
 from mindspeed_fx.sharding.plan_names import check_patterns
 from mindspeed_fx.sharding.presets import named_plan
@@ -244,7 +245,8 @@ def unmatched_patterns(model: nn.Module, plan: Plan) -> None:
         "parameter",
         plan.name,
     )
-    check_patterns(plan.modules, [n for n, _ in model.named_modules()], "module", plan.name)
+    calling = dict.fromkeys(m for m, _ in map(of_operator, plan.operators) if m)
+    check_patterns([*plan.modules, *calling], [n for n, _ in model.named_modules()], "module", plan.name)
     _check_arguments(model, plan)
     _check_operators(plan)
 
@@ -272,7 +274,9 @@ def _check_operators(plan: Plan) -> None:
     from mindspeed_fx.kernels import REGISTRY
 
     own = sorted(o.name for o in REGISTRY.values())
-    for word in (w for pattern in plan.operators for w in pattern.split("|") if not set("*?[") & set(w)):
+    for word in (
+        w for pattern in plan.operators for w in of_operator(pattern)[1].split("|") if not set("*?[") & set(w)
+    ):
         namespace, _, name = word.partition(".")
         if namespace in ("mindspeed", "aten") and not hasattr(getattr(torch.ops, namespace), name.partition(".")[0]):
             raise ShardingError(f'plan "{plan.name}" names no operator: "{word}"{nearest(word, own)}')

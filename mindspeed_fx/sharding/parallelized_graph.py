@@ -36,6 +36,8 @@ class ParallelizedGraph:
     sharding: Any
     inputs: dict[str, str] = field(default_factory=dict)
     """Placeholder -> name of the parameter."""
+    tied: dict[str, list[str]] = field(default_factory=dict)
+    """The same of parameters that several modules have -> all names."""
     parts: dict[str, tuple[str, torch.Tensor]] = field(default_factory=dict)
     """Placeholder -> name of the model's argument of which a rank passes its part, and the whole of it (fake)."""
     prefix: str = ""
@@ -73,7 +75,7 @@ def take_shown_calls(gm: fx.GraphModule) -> ParallelizedGraph | None:
         ShardingError: parameters of two models, or one that is changed before its use.
     """
     numbers: set[int] = set()
-    names: dict[str, str] = {}
+    names: dict[str, list[str]] = {}
     parts: dict[str, tuple[str, torch.Tensor]] = {}
     prefixes: set[str] = set()
     for shown, source, key, path in _shown_calls(gm):
@@ -85,7 +87,8 @@ def take_shown_calls(gm: fx.GraphModule) -> ParallelizedGraph | None:
             continue
         if source.op != "placeholder":
             raise ShardingError(f'parameter "{name}" was changed before its use; plans know parameters as they are')
-        names.setdefault(source.name, name)
+        if name not in names.setdefault(source.name, []):
+            names[source.name].append(name)
         if path.endswith(owner):
             prefixes.add(path[: len(path) - len(owner)])
     if not numbers:
@@ -96,8 +99,9 @@ def take_shown_calls(gm: fx.GraphModule) -> ParallelizedGraph | None:
         )
     from mindspeed_fx.sharding.registry import SHARDINGS
 
-    result = ParallelizedGraph(SHARDINGS[numbers.pop()], names, parts, min(prefixes, key=len, default=""))
-    return result
+    first = {source: own[0] for source, own in names.items()}
+    tied = {source: own for source, own in names.items() if len(own) > 1}
+    return ParallelizedGraph(SHARDINGS[numbers.pop()], first, tied, parts, min(prefixes, key=len, default=""))
 
 
 BETWEEN_GRAPHS = (RECEIVED, "stack")

@@ -18,6 +18,22 @@ def matching_alternatives(patterns: Iterable[str], name: str) -> list[str]:
     return _matcher(tuple(patterns), "|").matching(name)
 
 
+def of_operator(pattern: str) -> tuple[str, str]:
+    """Module glob and operators of "layers.*.attn/mindspeed.attention|aten.mm"; the glob "" where all modules' are
+    meant."""
+    module, _, operators = pattern.rpartition("/")
+    return module, operators
+
+
+@functools.lru_cache(maxsize=1024)
+def matching_operators(patterns: tuple[str, ...], name: str, module: str) -> list[str]:
+    """The patterns that match operator ``name`` where ``module`` calls it; those that name modules come last."""
+    parts = [of_operator(p) for p in patterns]
+    known = set(matching_alternatives(dict.fromkeys(operators for _, operators in parts), name))
+    met = [(m, p) for p, (m, o) in zip(patterns, parts) if o in known and (not m or matching([m], module))]
+    return [p for _, p in sorted(met, key=lambda pair: bool(pair[0]))]
+
+
 def is_glob(pattern: str) -> bool:
     """Whether ``pattern`` can match more than itself."""
     return any(wildcard in pattern for wildcard in "*?[")

@@ -71,7 +71,9 @@ class Plan:
     modules: Mapping[str, Boundary] = field(default_factory=dict)
     """Module glob -> placements at its edge."""
     operators: Mapping[str, Boundary] = field(default_factory=dict)
-    """Operator glob ("mindspeed.attention") -> placements at its edge; "a|b" names alternatives, also of arguments."""
+    """Operator glob ("mindspeed.attention") -> placements at its edge; "a|b" names alternatives, also of arguments. A
+    module glob in front ("layers.*.attn/mindspeed.attention") means the calls of those modules alone, and is heard over
+    what is said without one."""
     gather: Mapping[str, str] = field(default_factory=dict)
     """Mesh dimension -> when parameters divided over it are made whole: "never" (the part computes, as in tensor
     parallelism), or before use: "zero1" (gradients summed whole), "zero2" (gradients summed in parts), "zero3" (as

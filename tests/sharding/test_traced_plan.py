@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("scipy", reason="the search needs scipy's HiGHS")
 
 import mindspeed_fx
+from mindspeed_fx.planning.prove_plan import prove_plan
 from mindspeed_fx.planning.search import _first_that_traces, traced_plan
 from mindspeed_fx.planning.simulate import simulate
 from mindspeed_fx.sharding.plan import Boundary, Plan, ShardingError
@@ -49,6 +50,28 @@ def test_every_returned_plan_traces_and_runs(name):
     plan = searched(model, args, mesh={"dp": 2, "tp": 2})
     assert (plan.unsupported, plan.refused) == ([], {})
     equal_to_one_device(model, args, simulate(model, plan.sizes, plan, *args))
+
+
+class OnItsDevice(Packed):
+    """Positions and a factor are made where the arguments are, as transformers makes its angles."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("rates", torch.linspace(0, 1, 16))
+
+    def forward(self, x):
+        steps = torch.arange(x.shape[1], device=x.device).unsqueeze(-1) * self.rates.to(device=x.device, dtype=x.dtype)
+        return super().forward(x + steps.cos() * torch.full((), 0.5, device=x.device))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_where_a_model_lies_does_not_matter(device):
+    x = torch.empty(4, 8, 16, dtype=torch.float64, device=device)
+    model = OnItsDevice().to(device)
+    plan = searched(model, (x,), mesh={"dp": 2, "tp": 2})
+    assert (plan.unsupported, plan.refused) == ([], {})
+    states = {r.state for r in prove_plan(model, plan.sizes, plan, x).results}  # its packed gate has no proof
+    assert states == {"unknown"}
 
 
 def test_experts_lie_over_one_of_two_data_dimensions():

@@ -162,8 +162,8 @@ def markdown(found: dict[tuple[str, str], tuple[str, str]]) -> str:
         + f" of {len(found)} cells. Equal: loss and every gradient to {TOLERANCE:.0e}, relative; the number is the "
         "largest error. Whole: equal, and the table below names how many things the plan does not divide, and the "
         "first of them. Two layers, float64, all ranks in one process. Columns of experts are for models that have "
-        "some, zero2+tp_sp for the others; search, cp2 x search and pp2 x search are what `mindspeed_fx.plan` finds for "
-        "dp 2 x tp 2, cp 2 x tp 2 and pp 2 x tp 2.",
+        "some, zero2+tp_sp for the others; search, cp2 x search and pp2 x search are what `mindspeed_fx.plan` finds "
+        "for dp 2 x tp 2, cp 2 x tp 2 and pp 2 x tp 2.",
         "",
     ]
     lines += ["| architecture | " + " | ".join(PLANS) + " |", "|---|" + "---|" * len(PLANS)]

@@ -11,7 +11,7 @@ leave parts that are not contiguous in the whole.
 
 from __future__ import annotations
 
-from typing import Any, Mapping
+from typing import Any, Mapping, Sequence
 
 import torch
 import torch.fx as fx
@@ -28,7 +28,7 @@ from mindspeed_fx.graph.schema import argument
 from mindspeed_fx.passes.base import Context, PassReport, register, site
 from mindspeed_fx.report.records import Skip
 from mindspeed_fx.sharding.constraint import constrain, operands
-from mindspeed_fx.sharding.patterns import matching_alternatives
+from mindspeed_fx.sharding.patterns import matching_alternatives, matching_operators
 from mindspeed_fx.sharding.plan import Boundary, Placed, ShardingError
 
 aten = torch.ops.aten
@@ -44,7 +44,7 @@ def place_edges(gm: fx.GraphModule, context: Context) -> PassReport:
     if sharding is None:
         return report.note_reason("the model is not parallelized (mindspeed_fx.parallelize)")
     parameters = {
-        n: sharding.inputs[n.name].rpartition(".")[0]
+        n: [name.rpartition(".")[0] for name in sharding.tied.get(n.name, [sharding.inputs[n.name]])]
         for n in gm.graph.nodes
         if n.op == "placeholder" and n.name in sharding.inputs
     }
@@ -62,28 +62,31 @@ class _Edges:
     def __init__(self, gm: fx.GraphModule, sharding: Any, report: PassReport):
         self.gm, self.plan, self.prefix, self.report = gm, sharding.plan, sharding.prefix, report
         self.boundaries = {
-            name: edge for name in sharding.modules if (edge := _combine_edges(self.plan.modules, name)) is not None
+            name: edge
+            for name in sharding.modules
+            if (edge := _together(self.plan.modules, matching_alternatives(self.plan.modules, name))) is not None
         }
         self.number = {name: k for k, name in enumerate(self.boundaries)}
-        self.seen: set[str] = set()
+        self.seen: set[tuple[str, str]] = set()
+        """Operators, and the modules that call them."""
 
-    def insert(self, parameters: dict[fx.Node, str]) -> None:
+    def insert(self, parameters: dict[fx.Node, list[str]]) -> None:
         self._graph(self.gm, parameters)
         self._operators_found()
 
     def _operators_found(self) -> None:
         """Each operator pattern has to be met once in the graph, unless one of its alternatives is ("a|b")."""
         for pattern in self.plan.operators:
-            if not any(matching_alternatives([pattern], name) for name in self.seen):
+            if not any(matching_operators((pattern,), *call) for call in self.seen):
                 self.report.skipped.append(
                     Skip(
                         pattern,
                         f'plan "{self.plan.name}" places the edges of "{pattern}", which this graph does not '
-                        f"call{nearest(pattern, self.seen)}",
+                        f"call{nearest(pattern, {name for name, _ in self.seen})}",
                     )
                 )
 
-    def _graph(self, gm: fx.GraphModule, parameters: dict[fx.Node, str]) -> None:
+    def _graph(self, gm: fx.GraphModule, parameters: dict[fx.Node, list[str]]) -> None:
         self.constraints: dict[tuple[fx.Node, Any], fx.Node] = {}
         for node in reversed(gm.graph.nodes):
             # Its tag says that it draws random numbers, so that nobody else removes what fusion left behind.
@@ -107,10 +110,19 @@ class _Edges:
             for module in self._around(node, parameters):
                 self._module(gm, node, module, parameters)
 
-    def _around(self, node: fx.Node, parameters: dict[fx.Node, str]) -> list[str]:
+    def _around(self, node: fx.Node, parameters: dict[fx.Node, list[str]]) -> list[str]:
         """Modules with an edge that ``node`` is part of: by where its code is, or because it uses their parameters."""
-        used = {parameters[a] for a in node.all_input_nodes if a in parameters}
+        used = {self._owner(node, a, parameters[a]) for a in node.all_input_nodes if a in parameters}
         return sorted(self.number.keys() & (used | self._outer(node)), key=self.number.__getitem__)
+
+    def _owner(self, node: fx.Node, parameter: fx.Node, modules: list[str]) -> str:
+        """Which of the modules that have ``parameter`` is meant where ``node`` uses it: one around it, else one whose
+        code uses it nowhere, as an output layer that was fused with the loss."""
+        if len(modules) == 1:
+            return modules[0]
+        read = {m: [u for u in parameter.users if m in self._outer(u)] for m in modules}
+        mine = [m for m in modules if node in read[m]] or [m for m in modules if not read[m]]
+        return (mine or modules)[0]
 
     def _outer(self, node: fx.Node) -> set[str]:
         """The modules that ``node``'s code is in, the outermost too."""
@@ -123,7 +135,7 @@ class _Edges:
         path = module_path(node).removeprefix(self.prefix)
         return node.op == "call_function" and (path == module or path.startswith(module + "."))
 
-    def _module(self, gm: fx.GraphModule, node: fx.Node, module: str, parameters: dict[fx.Node, str]) -> None:
+    def _module(self, gm: fx.GraphModule, node: fx.Node, module: str, parameters: dict[fx.Node, list[str]]) -> None:
         edge = self.boundaries[module]
         if edge.input:
             for a in node.all_input_nodes:
@@ -139,12 +151,13 @@ class _Edges:
             if outer:
                 self._after(gm, node, outer, edge.output)
 
-    def _operator(self, gm: fx.GraphModule, node: fx.Node, parameters: dict[fx.Node, str]) -> None:
+    def _operator(self, gm: fx.GraphModule, node: fx.Node, parameters: dict[fx.Node, list[str]]) -> None:
         if not isinstance(node.target, torch._ops.OpOverload):
             return
         name = str(node.target).removesuffix(".default")
-        self.seen.add(name)
-        edge = _combine_edges(self.plan.operators, name)
+        module = module_path(node).removeprefix(self.prefix)
+        self.seen.add((name, module))
+        edge = _together(self.plan.operators, matching_operators(tuple(self.plan.operators), name, module))
         if edge is None:
             return
         names = [a.name for a in node.target._schema.arguments]
@@ -205,9 +218,9 @@ class _Edges:
         return new
 
 
-def _combine_edges(section: Mapping[str, Boundary], name: str) -> Boundary | None:
-    """What all patterns for ``name`` say together."""
-    results = [section[pattern] for pattern in matching_alternatives(section, name)]
+def _together(section: Mapping[str, Boundary], patterns: Sequence[str]) -> Boundary | None:
+    """What ``patterns`` say together; None without any."""
+    results = [section[pattern] for pattern in patterns]
     if not results:
         return None
     arguments = {k: v for edge in results for k, v in edge.arguments.items()}

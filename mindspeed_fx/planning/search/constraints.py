@@ -9,7 +9,7 @@ from typing import Any
 from mindspeed_fx.planning.search.problem import Node, Problem
 from mindspeed_fx.planning.search.solve import Allowed
 from mindspeed_fx.planning.search.strategy_space import SUMMED, Label, P, R, Strategy
-from mindspeed_fx.sharding.patterns import matching
+from mindspeed_fx.sharding.patterns import matching, matching_operators, of_operator
 from mindspeed_fx.sharding.plan import Placed, Plan, parse_placement, placement_of
 
 ARGUMENTS = {"attention": ("q", "k", "v"), "moe_permute": ("tokens",)}
@@ -26,7 +26,8 @@ def following(plan: Plan, problem: Problem, dim: str = "tp") -> Allowed:
     for parameter in problem.parameters:
         word = placement_of(plan.parameters, parameter.name, "parameter").get(dim, "R")
         if parameter.stacked:  # of parts at rest whole experts are made
-            weights = placement_of({n: b.arguments.get("weight", {}) for n, b in plan.operators.items()}, PRODUCT, "")
+            products = {of_operator(p)[1]: b.arguments.get("weight", {}) for p, b in plan.operators.items()}
+            weights = placement_of(products, PRODUCT, "")
             word = weights.get(dim, "R")
         for node, i in parameter.users:
             wanted[node, i] = word
@@ -38,13 +39,10 @@ def following(plan: Plan, problem: Problem, dim: str = "tp") -> Allowed:
         for module in _owners(reader):
             if word := _edge(plan, module, "input").get(dim):
                 wanted[reader, edge.argument] = word
-        for pattern, boundary in plan.operators.items():
-            if (
-                (known := ARGUMENTS.get(reader.op))
-                and matching(pattern.split("|"), f"mindspeed.{reader.op}")
-                and edge.argument < len(known)
-            ):
-                for names, placed in boundary.arguments.items():
+        known = ARGUMENTS.get(reader.op, ())
+        if edge.argument < len(known):
+            for pattern in matching_operators(tuple(plan.operators), f"mindspeed.{reader.op}", reader.module):
+                for names, placed in plan.operators[pattern].arguments.items():
                     if known[edge.argument] in names.split("|") and dim in placed:
                         wanted[reader, edge.argument] = placed[dim]
 

@@ -294,11 +294,12 @@ class Prices:
             factor = {x for x in (*other.ins, *other.outs) if isinstance(x, int)}
             if self.problem.batch in factor:
                 continue
-            heads = self.problem.sequence not in factor
-            if self.sequence_strategies and ("ulysses" if heads else "kv_allgather") not in self.sequence_strategies:
+            how = "ulysses" if isinstance(other.ins[0], int) else "inside heads"
+            how = "kv_allgather" if self.problem.sequence in factor else how
+            if self.sequence_strategies and how not in self.sequence_strategies:
                 continue
             yield (
-                ("ulysses" if heads else "kv_allgather"),
+                how,
                 other,
                 "cp",
                 moved + self._there_and_back(node, strategy, other, layout),

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from mindspeed_fx.capture.chosen_rows import ChosenRowsError
 from mindspeed_fx.compat import symbols, tracing
+from mindspeed_fx.graph.edit import move_to
 from mindspeed_fx.graph.functional_writes import make_writes_functional
 from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.options import Options
@@ -106,8 +107,8 @@ def capture_model(
     named: Any = None,
     read: Callable[[fx.GraphModule], None] | None = None,
 ) -> tuple[fx.GraphModule, list[str | None]]:
-    """The graph of ``model`` and the names of its inputs; a break is told within ``named``, and ``read`` gets Dynamo's
-    graph as it is."""
+    """The graph of ``model``, as it would be on cpu, and the names of its inputs; a break is told within ``named``, and
+    ``read`` gets Dynamo's graph as it is."""
     from mindspeed_fx.backend import Compilation
 
     results: list[fx.GraphModule] = []
@@ -139,6 +140,7 @@ def capture_model(
                     f"needs fixed ones; {STACKED}"
                 )
         make_writes_functional(gm)
+        move_to(gm, "cpu")
         results.append(gm)
 
         def run(*args: Any) -> Any:

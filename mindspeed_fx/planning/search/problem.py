@@ -61,6 +61,8 @@ class Parameter:
     stacked: bool = False
     """Whether each expert of a list has one ("experts.*.w1"), which the graph stacks: shape [experts, ...]."""
     users: list[tuple["Node", int]] = field(default_factory=list, repr=False)
+    tied: tuple[str, ...] = ()
+    """Its other names."""
 
     @property
     def bytes(self) -> int:

@@ -29,6 +29,7 @@ from mindspeed_fx.planning.search.stacked_experts import name_of_all
 from mindspeed_fx.planning.search.strategies import BY_EXPERT, name_of, strategy_rows, tensor_arguments
 from mindspeed_fx.report.source import source_line
 from mindspeed_fx.sharding.plan import ShardingError
+from mindspeed_fx.sharding.plan_names import names_of_parameters
 from mindspeed_fx.sharding.spmd.rows_by_expert import rows_by_expert
 
 CARRY_AXES = names(REARRANGEMENTS) | frozenset(("expand", "chunk", "slice", "select", "narrow"))
@@ -63,6 +64,7 @@ class _Builder:
         )
         self.parameters: dict[str, Parameter] = {}
         self.trained = {n: p.requires_grad for n, p in model.named_parameters(remove_duplicate=False)}
+        self.every = names_of_parameters(model)
         self.unknown: dict[str, str] = {}
         self.layer_of = {
             name: (run, i) for run, (_, traced) in enumerate(repeated.runs) for i, name in enumerate(traced)
@@ -124,7 +126,9 @@ class _Builder:
         if name and isinstance(use, Use):
             whole = self.repeated.whole_name(name)
             trained = self.trained[name]
-            use.value.parameter = self.parameters[whole] = Parameter(whole, use.shape, use.value.itemsize, trained)
+            parameter = Parameter(whole, use.shape, use.value.itemsize, trained)
+            parameter.tied = tuple(self.repeated.whole_name(n) for n in self.every[name] if n != name)
+            use.value.parameter = self.parameters[whole] = parameter
 
     def _stacked(self, node: fx.Node, name: str) -> None:
         """Parameters of all experts of a list become one."""

@@ -350,7 +350,7 @@ class SearchedPlan(Plan):
             "tp": L.tp,
             "sp": sp,
             "cp": L.cp,
-            "attention": hows[0] if hows else "",
+            "attention": "+".join(hows),
             "dp": data,
             "ep": L.ep,
             "pp": L.pp,

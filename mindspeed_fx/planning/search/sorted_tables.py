@@ -47,9 +47,9 @@ def _taken(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node, fx.Node]]:
     if not permutes:
         return []
     return [
-        (node, found[0], permute)
+        (node, rows[0], permute)
         for node in graph.nodes
         if match.indexed_rows(node) is not None
         for permute in permutes
-        if (found := sorted_table(node, permute.args[1])) is not None
+        if (rows := sorted_table(node, permute.args[1])) is not None
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, Sequence
+from typing import Any, Iterable
 
 from mindspeed_fx.planning.search.problem import Edge, Node, Parameter, Problem
 from mindspeed_fx.planning.search.stacked_experts import at_rest
@@ -69,7 +69,8 @@ class _Emitter:
         self.problem, self.solution, self.layout = problem, solution, solution.layout
         self.parameters: dict[str, dict[str, str]] = {}
         self.modules: dict[str, dict[str, dict[str, str]]] = {}
-        self.operators: dict[str, Boundary] = {}
+        self.operators: dict[str, dict[tuple[str, int], Boundary]] = {}
+        """Operators -> who calls them, of which run of layers -> what is said of the call."""
         self.experts: list[str] = []
         """Names of parameters that are experts'."""
         self.wrong: list[str] = []
@@ -105,7 +106,7 @@ class _Emitter:
             "inputs": inputs,
             "experts": self._mixtures(),
             "modules": {name: Boundary(**parts) for name, parts in self.modules.items()},
-            "operators": self.operators,
+            "operators": self._called(),
             "gather": gather,
             "recompute": L.recompute if L.recompute != "none" else None,
             "microbatches": L.microbatches,
@@ -121,22 +122,28 @@ class _Emitter:
         return {"dispatch": "all_to_all", **({"parameters": self.experts} if self.experts else {})}
 
     def _input(self, name: str, dims: list) -> str | None:
-        """Placement of an input on tp, where all its readers want it in the same parts."""
-        labels = {
-            self.solution.strategies[n].ins[i]
+        """Placement of an input on tp, where all its readers want it in the same parts; where not, it is whole, and
+        modules take their parts of it."""
+        readers = [
+            (n, u, self.solution.strategies[n].ins[i])
             for n in self.problem.nodes
             for i, u in enumerate(n.uses)
             if u.value.free and u.value.name == name
-        }
+        ]
         wanted = {
             next((f"S({d})" for d, atoms in enumerate(dims) if label in atoms[:1]), "R")
             if isinstance(label, int)
             else "R"
-            for label in labels
+            for _, _, label in readers
         }
-        if len(wanted) > 1 and wanted - {"R"}:
-            self.wrong.append(f'input "{name}" is wanted whole by one operator and in parts by another')
-        return wanted.pop() if len(wanted) == 1 and wanted != {"R"} else None
+        if len(wanted) == 1:
+            return next(iter(wanted - {"R"}), None)
+        for node, use, label in readers:
+            if isinstance(label, int) and owner(node):
+                self._place(owner(node), "input", use.dims, label, node.run)
+            elif isinstance(label, int):
+                self.wrong.append(f'input "{name}" is wanted whole by one operator and in parts by another')
+        return None
 
     # ---------------------------------------------------------------- parameters
 
@@ -155,7 +162,8 @@ class _Emitter:
                 ),
                 None,
             )
-            names = names_of(self.problem, parameter.name, node.run)
+            own = (parameter.name, *parameter.tied)
+            names = [word for name in own for word in names_of(self.problem, name, node.run)]
             if parameter.stacked:
                 self._stacked(parameter, node, label, names)
                 continue
@@ -261,13 +269,24 @@ class _Emitter:
             )
 
     def _operator(self, node: Node, pattern: str, argument: str | None, word: str, dim: str = "tp") -> None:
-        """An edge of all operators of one name: of an argument, or of the result."""
-        edge = self.operators.setdefault(pattern, Boundary({}, {}, {}))
+        """An edge of what ``node`` calls: of an argument, or of the result."""
+        edge = self.operators.setdefault(pattern, {}).setdefault((node.module, node.run), Boundary({}, {}, {}))
         placed = edge.output if argument is None else edge.arguments.setdefault(argument, {})
         if placed.setdefault(dim, word) != word:
             self.wrong.append(
-                f'module "{node.module}": layers whose {node.op} is placed differently cannot be told apart in a plan'
+                f'module "{node.module}": calls of {node.op} that are placed differently cannot be told apart in a plan'
             )
+
+    def _called(self) -> dict[str, Boundary]:
+        """By operator where nothing contradicts that is said of its calls, else by the modules that call it."""
+        results: dict[str, Boundary] = {}
+        for pattern, calls in self.operators.items():
+            if (edge := _agreed(calls.values())) is not None:
+                results[pattern] = edge
+                continue
+            for (module, run), edge in calls.items():
+                results |= {f"{name}/{pattern}": edge for name in names_of(self.problem, module, run)}
+        return results
 
     def _place(self, module: str, side: str, dims: list, t: Label, run: int) -> None:
         word = self._word(dims, t, None)
@@ -295,44 +314,59 @@ class _Emitter:
             else f"divided by {self.problem.label(t)}"
         )
 
-    # ---------------------------------------------------------------- attention on cp
+    # ---------------------------------------------------------------- what does not take the sequence in parts
 
     def _sequence(self) -> None:
-        hows = {n: p.how for n, p in self.solution.prices.items() if p.how and n.op in ATTENTIONS}
+        """What an operator reads is whole then, which a program does unasked, or is divided otherwise; of the result of
+        one of ours each rank goes on with its part of the sequence."""
+        sequence = self.problem.sequence
         for node, price in self.solution.prices.items():
-            if price.how and node not in hows:
-                self._around(node, *price.around)
-        kinds = set(hows.values())
-        if len(kinds) > 1:
-            self.wrong.append("attention layers that divide the sequence differently cannot be told apart in a plan")
-        for how in kinds:
-            words = {"ulysses": ("S(1)", "S(1)", "S(1)"), "kv_allgather": ("S(2)", "R", "R"), "whole": ("R", "R", "R")}[
-                how
-            ]
-            for argument, word in zip((*QKV, None), (*words, "S(2)")):
-                self._operator(next(n for n, h in hows.items() if h == how), ATTENTION, argument, word, "cp")
+            if not price.how or not is_told_by_name(node):
+                continue
+            arguments, results = price.around
+            pattern, names = _called_as(node)
+            for use, label, name in zip(node.uses, arguments, names):
+                moves = isinstance(label, int) or any(sequence in atoms for atoms in use.dims)
+                if moves and (node.op in ATTENTIONS or results[0] != R):
+                    self._operator(node, pattern, name, self._word(use.dims, label, node), "cp")
+            if any(sequence in atoms for atoms in node.outs[0].dims):
+                self._operator(node, pattern, None, self._word(node.outs[0].dims, sequence, node), "cp")
 
-    def _around(self, node: Node, arguments: Sequence[Label], results: Sequence[Label]) -> None:
-        """An operator that does not take the sequence in parts. What it reads is whole, which a program does unasked,
-        or is divided otherwise; of the result of one of ours each rank goes on with its part of the sequence."""
-        if not is_told_by_name(node):
-            return
-        overload, sequence = node.call.overload, self.problem.sequence
-        name, result = str(overload).removesuffix(".default"), node.outs[0].dims
-        for use, label in zip(node.uses, arguments) if results[0] != R else ():
-            argument = overload._schema.arguments[next(i for i, a in enumerate(node.args) if a is use)].name
-            if isinstance(label, int) or any(sequence in atoms for atoms in use.dims):
-                self._operator(node, name, argument, self._word(use.dims, label, node), "cp")
-        if any(sequence in atoms for atoms in result):
-            self._operator(node, name, None, self._word(result, sequence, node), "cp")
+
+def _called_as(node: Node) -> tuple[str, list[str]]:
+    """An operator, and the arguments that are tensors, as plans name them; of attention those that they place."""
+    if node.op in ATTENTIONS:
+        return ATTENTION, list(QKV)
+    overload = node.call.overload
+    places = [next(i for i, a in enumerate(node.args) if a is use) for use in node.uses]
+    return str(overload).removesuffix(".default"), [overload._schema.arguments[i].name for i in places]
+
+
+def _agreed(edges: Iterable[Boundary]) -> Boundary | None:
+    """All that is said of the calls of one operator; None where two contradict each other."""
+    result = Boundary({}, {}, {})
+    for edge in edges:
+        for argument, placed in ((None, edge.output), *edge.arguments.items()):
+            mine = result.output if argument is None else result.arguments.setdefault(argument, {})
+            if any(mine.setdefault(dim, word) != word for dim, word in placed.items()):
+                return None
+    return result
 
 
 def owner(node: Node) -> str:
     """The module whose parameter the operator uses; "" for none."""
     if node.owner is None:  # asked a million times in a search
-        own = [p.name.rpartition(".")[0] for u in node.uses if (p := u.value.parameter) is not None and not p.stacked]
-        node.owner = own[0] if own else ""
+        own = [p for u in node.uses if (p := u.value.parameter) is not None and not p.stacked]
+        node.owner = _of_module(own[0], node) if own else ""
     return node.owner
+
+
+def _of_module(parameter: Parameter, node: Node) -> str:
+    """The module whose parameter ``node`` uses; of several that have it as edges are inserted (``constraint.py``)."""
+    modules = [name.rpartition(".")[0] for name in (parameter.name, *parameter.tied)]
+    read = {m: [n for n, _ in parameter.users if n.module == m or n.module.startswith(f"{m}.")] for m in modules}
+    mine = [m for m in modules if node in read[m]] or [m for m in modules if not read[m]]
+    return (mine or modules)[0]
 
 
 def leaves(node: Node, value: Any, t: Label) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, Sequence
 
 import torch
 import torch.fx as fx
+from torch import nn
 
 from mindspeed_fx.compat import dtensor, tracing
 from mindspeed_fx.errors import OptionError
@@ -20,7 +21,9 @@ from mindspeed_fx.passes.sharding.token_dispatch import dispatch_tokens
 from mindspeed_fx.planning.search.layer_dedup import Repetition
 from mindspeed_fx.sharding.parallelize import parameter_placements
 from mindspeed_fx.sharding.parallelized_graph import ParallelizedGraph, input_value
+from mindspeed_fx.sharding.patterns import matching, of_operator
 from mindspeed_fx.sharding.plan import Plan, placement_of
+from mindspeed_fx.sharding.plan_names import names_of_parameters
 from mindspeed_fx.sharding.registry import Sharding
 
 PIPELINE = "pp"
@@ -59,11 +62,15 @@ def _shortened(plan: Plan, traced: Traced, mesh: tuple[str, ...]) -> Plan:
     """``plan`` for the model that was traced, whose layers have other numbers, without pipeline stages."""
     whole = traced.repeated.whole_name
     parameters = {n: placement_of(plan.parameters, whole(n), "parameter") for n in traced.names if n}
-    modules = {}
+    modules, operators = {}, {p: edge for p, edge in plan.operators.items() if not of_operator(p)[0]}
     for name, _ in traced.repeated.model.named_modules():
         for pattern, edge in plan.modules.items():
-            if placement_of({pattern: {"": "R"}}, whole(name), "module"):
+            if matching([pattern], whole(name)):
                 modules[name] = edge
+        for pattern, edge in plan.operators.items():
+            module, called = of_operator(pattern)
+            if module and matching([module], whole(name)):
+                operators[f"{name}/{called}"] = edge
     patterns = plan.experts.get("parameters", ())
     experts = [n for n in parameters if placement_of(dict.fromkeys(patterns, {"": "R"}), whole(n), "parameter")]
     return Plan(
@@ -72,7 +79,7 @@ def _shortened(plan: Plan, traced: Traced, mesh: tuple[str, ...]) -> Plan:
         {n: placed for n, placed in parameters.items() if placed},
         inputs=plan.inputs,
         modules=modules,
-        operators=plan.operators,
+        operators=operators,
         gather=plan.gather,
         rings=plan.rings,
         experts={**plan.experts, **({"parameters": experts} if patterns else {})},
@@ -83,9 +90,8 @@ def _shortened(plan: Plan, traced: Traced, mesh: tuple[str, ...]) -> Plan:
 def _trace(gm: fx.GraphModule, traced: Traced, plan: Plan, mesh: Any) -> None:
     from mindspeed_fx.sharding.spmd.program import differentiating
 
-    modules = [n for n, _ in traced.repeated.model.named_modules()]
     inputs = [n.meta.get("val") for n in gm.graph.nodes if n.op == "placeholder"]
-    program, values = local_program(gm, traced.names, modules, plan, mesh)
+    program, values = local_program(gm, traced.names, traced.repeated.model, plan, mesh)
     fakes = tracing.new_fake_mode(unknown_sizes=True)
     with fakes, dtensor.plain_tensors_as_replicated():
         results = program(*(local_input(x, v, mesh) for x, v in zip(inputs, values)))
@@ -96,19 +102,20 @@ def _trace(gm: fx.GraphModule, traced: Traced, plan: Plan, mesh: Any) -> None:
 
 
 def local_program(
-    gm: fx.GraphModule, names: Sequence[str | None], modules: Sequence[str], plan: Plan, mesh: Any
+    gm: fx.GraphModule, names: Sequence[str | None], model: nn.Module, plan: Plan, mesh: Any
 ) -> tuple[Any, list[Any]]:
     """The program of one rank, made of ``gm``, which is changed, and how it takes each of its inputs.
 
     Args:
         names: of each input the parameter that it is; "" for a buffer, None for an argument.
-        modules: paths of the model's modules.
     """
     from mindspeed_fx.sharding.spmd.program import Program, Value
 
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     inputs = {n.name: name for n, name in zip(placeholders, names, strict=True) if name}
-    hit = ParallelizedGraph(Sharding(plan, mesh, list(modules)), inputs)
+    every = names_of_parameters(model)
+    tied = {n: every[name] for n, name in inputs.items() if len(every[name]) > 1}
+    hit = ParallelizedGraph(Sharding(plan, mesh, [n for n, _ in model.named_modules()]), inputs, tied)
     context = Context(Options.parse(None).resolve("cpu"), "captured", sharding=hit)
     place_edges(gm, context)
     dispatch_tokens(gm, context)

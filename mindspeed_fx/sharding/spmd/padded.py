@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from mindspeed_fx.compat import dtensor
+from mindspeed_fx.sharding.patterns import of_operator
 from mindspeed_fx.sharding.plan import Plan, ShardingError
 from mindspeed_fx.sharding.spmd import kept_whole
 from mindspeed_fx.sharding.spmd.padded_axes import Axes, Axis, is_padded_axes, plain, regrouped, stored_size
@@ -315,7 +316,7 @@ def input_at(x: DTensor, wanted: Sequence[Placement], plan: Plan) -> DTensor | P
 
 def dims_in_chunks(plan: Plan, mesh: DeviceMesh) -> list[int]:
     """Mesh dimensions over which keys go round, so that a sequence is padded to two chunks for each rank."""
-    edges = [edge for name, edge in plan.operators.items() if "attention" in name and plan.keep_whole]
+    edges = [edge for p, edge in plan.operators.items() if "attention" in of_operator(p)[1] and plan.keep_whole]
     keys = [placed for edge in edges for name, placed in edge.arguments.items() if "key" in name]
     return [mesh.mesh_dim_names.index(dim) for placed in keys for dim, word in placed.items() if word == "S(2)"]
 
