@@ -99,3 +99,39 @@ def test_what_no_head_divides_is_computed_whole_and_goes_on_in_parts(kind, resul
 def test_beside_tensor_parallelism(kind):
     plan = searched(kind, {"cp": 8, "tp": 2}, heads=32, width=64, seq=16384)
     checked(kind(4, 4).double(), {"cp": 2, "tp": 2}, plan, torch.randint(0, VOCAB, (4, 8)), bound=1e-9)
+
+
+class Mixer(nn.Module):
+    """Has parameters of its own, which an operator reads inside."""
+
+    def __init__(self, heads: int, width: int):
+        super().__init__()
+        self.heads, size = heads, heads * width
+        self.read, self.steps, self.write = nn.Linear(size, 3 * size), nn.Linear(size, heads), nn.Linear(size, size)
+        self.decay, self.skip, self.shift = (nn.Parameter(torch.full((heads,), n)) for n in (0.0, 1.0, 0.5))
+
+    def forward(self, x):
+        q, k, v = (t.reshape(*x.shape[:2], self.heads, -1) for t in self.read(x).chunk(3, -1))
+        out = ops.ssd(v, F.softplus(self.steps(x) + self.shift), -self.decay.exp(), q, k, self.skip, None)[0]
+        return self.write(out.flatten(2))
+
+
+class Mixed(nn.Module):
+    def __init__(self, heads: int, width: int):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(VOCAB, heads * width), nn.Linear(heads * width, VOCAB)
+        self.mixers = nn.ModuleList(Mixer(heads, width) for _ in range(2))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for mixer in self.mixers:
+            x = x + mixer(x)
+        return F.cross_entropy(self.out(x).flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.parametrize("mesh, small", [({"tp": 8}, {"tp": 2}), ({"cp": 2, "tp": 4}, {"cp": 2, "tp": 2})])
+def test_what_goes_on_inside_a_module_is_not_placed_at_its_edges(mesh, small):
+    plan = searched(Mixed, mesh, heads=32, width=64, seq=4096)
+    inside = [name for name, edge in plan.modules.items() if name in ("mixers.0", "mixers.1", "mixers.*")]
+    assert inside == []
+    checked(Mixed(4, 4).double(), small, plan, torch.randint(0, VOCAB, (4, 8)), bound=1e-9)

@@ -6,15 +6,14 @@ from types import SimpleNamespace
 from typing import Any, Iterable
 
 from mindspeed_fx.planning.search.problem import Edge, Node, Parameter, Problem
+from mindspeed_fx.planning.search.sayable import UNPERMUTE, called_as, comes_out, enters, expressible, owner
 from mindspeed_fx.planning.search.stacked_experts import at_rest
 from mindspeed_fx.planning.search.stage_loads import whole_sizes
 from mindspeed_fx.planning.search.strategies import ATTENTIONS, EXPERTS, is_told_by_name
 from mindspeed_fx.planning.search.strategy_space import SUMMED, Label, P, R
 from mindspeed_fx.sharding.parallelized_graph import argument_name
 from mindspeed_fx.sharding.plan import Boundary, parse_placement
-from mindspeed_fx.sharding.presets import ATTENTION, QKV
 
-PERMUTE, UNPERMUTE = "moe_permute", "moe_unpermute"
 DATA = ("dp", "cp", "ep")
 """Mesh dimensions that divide tokens; ZeRO divides what is no expert's over all of them."""
 
@@ -233,7 +232,7 @@ class _Emitter:
                 continue
             bare = {word for word, t, move in wanted for e in self._readers(move, t) if not expressible(e)}
             output = p
-            if (owner(value.producer) or value.producer.op == UNPERMUTE) and (p == P or bare - {p}):
+            if comes_out(move for _, _, move in wanted) and (p == P or bare - {p}):
                 # Readers without parameters take what the module gives; the others may have it placed again.
                 output = next(iter(bare), wanted[0][0])
                 if value.producer.op == UNPERMUTE:
@@ -252,20 +251,18 @@ class _Emitter:
 
     def _reader(self, edge: Edge, t: Label, p: Label) -> None:
         use = edge.node.uses[edge.argument]
-        if expressible(edge) and owner(edge.node):
+        if enters(edge):
             self._place(owner(edge.node), "input", use.dims, t, edge.node.run)
         elif expressible(edge):
-            name, argument = (
-                (ATTENTION, QKV[edge.argument]) if edge.node.op != PERMUTE else (f"mindspeed.{PERMUTE}", "tokens")
-            )
-            self._operator(edge.node, name, argument, self._word(use.dims, t, edge.node))
+            pattern, arguments = called_as(edge.node)
+            self._operator(edge.node, pattern, arguments[edge.argument], self._word(use.dims, t, edge.node))
         elif (
             p != t and not (p == P and t == R) and edge.node.op not in EXPERTS
         ):  # choices and their weights go where the rows are
             self.wrong.append(
                 f'module "{edge.node.module}": {edge.node.op} takes {edge.value.producer.op} as {self._say(t)}, made '
-                f"as {self._say(p)}; a plan can say that of modules with parameters, of attention and of mixtures of "
-                "experts alone"
+                f"as {self._say(p)}; a plan can say that of modules with parameters, of operators of "
+                "its own and of attention alone"
             )
 
     def _operator(self, node: Node, pattern: str, argument: str | None, word: str, dim: str = "tp") -> None:
@@ -324,22 +321,13 @@ class _Emitter:
             if not price.how or not is_told_by_name(node):
                 continue
             arguments, results = price.around
-            pattern, names = _called_as(node)
+            pattern, names = called_as(node)
             for use, label, name in zip(node.uses, arguments, names):
                 moves = isinstance(label, int) or any(sequence in atoms for atoms in use.dims)
                 if moves and (node.op in ATTENTIONS or results[0] != R):
                     self._operator(node, pattern, name, self._word(use.dims, label, node), "cp")
             if any(sequence in atoms for atoms in node.outs[0].dims):
                 self._operator(node, pattern, None, self._word(node.outs[0].dims, sequence, node), "cp")
-
-
-def _called_as(node: Node) -> tuple[str, list[str]]:
-    """An operator, and the arguments that are tensors, as plans name them; of attention those that they place."""
-    if node.op in ATTENTIONS:
-        return ATTENTION, list(QKV)
-    overload = node.call.overload
-    places = [next(i for i, a in enumerate(node.args) if a is use) for use in node.uses]
-    return str(overload).removesuffix(".default"), [overload._schema.arguments[i].name for i in places]
 
 
 def _agreed(edges: Iterable[Boundary]) -> Boundary | None:
@@ -351,44 +339,3 @@ def _agreed(edges: Iterable[Boundary]) -> Boundary | None:
             if any(mine.setdefault(dim, word) != word for dim, word in placed.items()):
                 return None
     return result
-
-
-def owner(node: Node) -> str:
-    """The module whose parameter the operator uses; "" for none."""
-    if node.owner is None:  # asked a million times in a search
-        own = [p for u in node.uses if (p := u.value.parameter) is not None and not p.stacked]
-        node.owner = _of_module(own[0], node) if own else ""
-    return node.owner
-
-
-def _of_module(parameter: Parameter, node: Node) -> str:
-    """The module whose parameter ``node`` uses; of several that have it as edges are inserted (``constraint.py``)."""
-    modules = [name.rpartition(".")[0] for name in (parameter.name, *parameter.tied)]
-    read = {m: [n for n, _ in parameter.users if n.module == m or n.module.startswith(f"{m}.")] for m in modules}
-    mine = [m for m in modules if node in read[m]] or [m for m in modules if not read[m]]
-    return (mine or modules)[0]
-
-
-def leaves(node: Node, value: Any, t: Label) -> bool:
-    """Whether a plan can place the value where it is made: at the output of a module with parameters, or where rows are
-    back.
-    """
-    if node.op == UNPERMUTE:
-        return not isinstance(t, int) or any(t in atoms[:1] for atoms in value.dims)
-    return bool(owner(node))
-
-
-def expressible(edge: Edge) -> bool:
-    """Whether a plan can place the value before this reader: at the input of a module with parameters, of attention, or
-    where rows are sorted.
-    """
-    if edge.expressible is None:
-        attention, sorts = edge.node.op in ATTENTIONS, edge.node.op == PERMUTE
-        edge.expressible = (
-            edge.argument < 3
-            if attention
-            else edge.argument == 0
-            if sorts
-            else bool(owner(edge.node)) and sum(u.value.producer is not None for u in edge.node.uses) == 1
-        )
-    return edge.expressible
