@@ -48,7 +48,7 @@ def test_a_value_is_placed_whole_before_whatever_rearranges_it(target, rest):
         moved.meta["val"] = target(x.meta["val"], *rest)
     gm = torch.fx.GraphModule(torch.nn.Module(), graph)
     plan = SimpleNamespace(name="test", modules={}, operators={"aten.matmul": Boundary({"tp": "R"})})
-    _Edges(gm, SimpleNamespace(plan=plan, prefix="", modules=[]), PassReport("test")).insert({w: ""})
+    _Edges(gm, SimpleNamespace(plan=plan, prefix="", modules=[]), PassReport("test")).insert({w: [""]})
     assert [n.target for n in gm.graph.nodes if n.op == "call_function"] == [constrain, target, aten.matmul.default]
 
 
