@@ -23,8 +23,10 @@ from mindspeed_fx.planning.search.constraints import following
 from mindspeed_fx.planning.search.costs import Prices
 from mindspeed_fx.planning.search.layouts import Layout
 from mindspeed_fx.planning.search.model_graph import trace_model
+from mindspeed_fx.planning.search.sayable import is_dimension
 from mindspeed_fx.planning.search.solution import Unsayable
 from mindspeed_fx.planning.search.solve import Program
+from mindspeed_fx.planning.search.strategy_space import SUMMED, R
 from mindspeed_fx.planning.simulate import simulate
 from mindspeed_fx.sharding.plan import Plan, ShardingError
 from mindspeed_fx.sharding.presets import named_plan
@@ -199,6 +201,13 @@ def test_a_value_that_changes_its_dimension_on_tp_has_what_a_rank_holds(problem)
     for kind, share in (("all_to_all", 4), ("all_gather", 1)):
         fixed, each = program.lines[kind]
         assert fixed + each * program.bytes[move.value] == pytest.approx(collective_seconds(kind, size / share, 4, HW))
+
+
+def test_a_plan_has_a_word_for_a_dimension_from_its_first_factor_on():
+    """A program that moves a value elsewhere is none that a plan can say (Qwen3-Next, Mamba-2 under tp 8)."""
+    dims = [(), (3, 5), (7,)]
+    assert [is_dimension(t, dims) for t in (R, SUMMED, 3, 7)] == [True] * 4
+    assert not is_dimension(5, dims) and not is_dimension(9, dims)
 
 
 def test_linear_programs():

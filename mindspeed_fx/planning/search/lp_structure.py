@@ -13,7 +13,7 @@ import numpy as np
 
 from mindspeed_fx.planning.search.highs import Linear
 from mindspeed_fx.planning.search.problem import Edge, Node, Problem, Value
-from mindspeed_fx.planning.search.sayable import PERMUTE, UNPERMUTE, expressible, leaves
+from mindspeed_fx.planning.search.sayable import PERMUTE, UNPERMUTE, expressible, is_dimension, leaves
 from mindspeed_fx.planning.search.strategies import EXPERTS
 from mindspeed_fx.planning.search.strategy_space import SUMMED, Label, P, R, Strategy
 
@@ -79,7 +79,8 @@ def sayable(move: Move, p: Label, t: Label, edge: Edge) -> bool:
         )  # rows stay where they were sorted until they are back; experts divided inside make sums
     if edge.node.op in EXPERTS and edge.node.op != PERMUTE:
         return False
-    return (p in (P, R) and t in (R, SUMMED)) or leaves(move, t) or expressible(edge)
+    before = expressible(edge) and is_dimension(t, edge.node.uses[edge.argument].dims)
+    return (p in (P, R) and t in (R, SUMMED)) or leaves(move, t) or before
 
 
 class Pair(NamedTuple):

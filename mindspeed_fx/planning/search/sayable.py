@@ -47,9 +47,12 @@ def comes_out(moves: Iterable[Any]) -> bool:
 
 def leaves(move: Any, t: Any) -> bool:
     """Whether a plan can place the value at ``t`` where it is made."""
-    if move.value.producer.op == UNPERMUTE:
-        return not isinstance(t, int) or any(t in atoms[:1] for atoms in move.value.dims)
-    return comes_out([move])
+    return is_dimension(t, move.value.dims) and comes_out([move])
+
+
+def is_dimension(t: Any, dims: list) -> bool:
+    """Whether a label is one that a plan has a word for: whole, or a dimension from its first factor on."""
+    return not isinstance(t, int) or any(t in atoms[:1] for atoms in dims)
 
 
 def enters(edge: Edge) -> bool:
