@@ -67,7 +67,7 @@ REDUCTIONS = frozenset(
     "sum mean amax amin max min prod any all argmax argmin std var var_mean norm linalg_vector_norm logsumexp "
     "count_nonzero".split()
 )
-GATHERS = frozenset("index_select gather index embedding take take_along_dim _unsafe_index rows_by_expert".split())
+GATHERS = frozenset("index_select gather index embedding take take_along_dim _unsafe_index".split())
 CREATIONS = frozenset(
     "zeros ones full arange zeros_like ones_like full_like new_zeros new_ones new_full scalar_tensor eye linspace rand "
     "randn randint rand_like randn_like tril_indices triu_indices".split()

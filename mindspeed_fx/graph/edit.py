@@ -44,14 +44,17 @@ def move_to(gm: fx.GraphModule, device: str) -> None:
     """Have what a graph, and those in it, make themselves (positions, masks), and their constants, on ``device``."""
     target = torch.device(device)
     for graph in (m for m in gm.modules() if isinstance(m, fx.GraphModule)):
+        changed = False
         for node in graph.graph.nodes:
             moved = map_aggregate((node.args, node.kwargs), lambda a: target if isinstance(a, torch.device) else a)
             if moved != (node.args, node.kwargs):
                 node.args, node.kwargs = moved
+                changed = True
             constant = getattr(graph, str(node.target), None) if node.op == "get_attr" else None
             if isinstance(constant, torch.Tensor) and constant.device != target:
                 setattr(graph, node.target, constant.to(target))
-        recompile(graph)
+        if changed:
+            recompile(graph)
 
 
 def is_pure(node: fx.Node) -> bool:

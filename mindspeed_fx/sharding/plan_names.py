@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from typing import Iterable
+from typing import Any, Callable, Iterable, Sequence
 
 from torch import nn
 
@@ -31,3 +31,21 @@ def names_of_parameters(model: nn.Module) -> dict[str, list[str]]:
     for name, p in model.named_parameters(remove_duplicate=False):
         by_identity.setdefault(id(p), []).append(name)
     return {name: names for names in by_identity.values() for name in names}
+
+
+def module_meant(
+    reader: Any, modules: Sequence[str], readers: Iterable[Any], is_inside: Callable[[Any, str], bool]
+) -> str:
+    """Which of the modules that have a parameter is meant where ``reader`` uses it: one around it, else one whose code
+    uses it nowhere, as an output layer that was fused with the loss.
+
+    Args:
+        modules: all that have it; several where it is tied.
+        readers: all that use it.
+        is_inside: whether a reader's code is in a module.
+    """
+    if len(modules) == 1:
+        return modules[0]
+    read = {m: [r for r in readers if is_inside(r, m)] for m in modules}
+    mine = [m for m in modules if reader in read[m]] or [m for m in modules if not read[m]]
+    return (mine or modules)[0]

@@ -30,6 +30,7 @@ from mindspeed_fx.report.records import Skip
 from mindspeed_fx.sharding.constraint import constrain, operands
 from mindspeed_fx.sharding.patterns import matching_alternatives, matching_operators
 from mindspeed_fx.sharding.plan import Boundary, Placed, ShardingError
+from mindspeed_fx.sharding.plan_names import module_meant
 
 aten = torch.ops.aten
 
@@ -112,17 +113,9 @@ class _Edges:
 
     def _around(self, node: fx.Node, parameters: dict[fx.Node, list[str]]) -> list[str]:
         """Modules with an edge that ``node`` is part of: by where its code is, or because it uses their parameters."""
-        used = {self._owner(node, a, parameters[a]) for a in node.all_input_nodes if a in parameters}
+        inside = lambda reader, module: module in self._outer(reader)
+        used = {module_meant(node, parameters[a], a.users, inside) for a in node.all_input_nodes if a in parameters}
         return sorted(self.number.keys() & (used | self._outer(node)), key=self.number.__getitem__)
-
-    def _owner(self, node: fx.Node, parameter: fx.Node, modules: list[str]) -> str:
-        """Which of the modules that have ``parameter`` is meant where ``node`` uses it: one around it, else one whose
-        code uses it nowhere, as an output layer that was fused with the loss."""
-        if len(modules) == 1:
-            return modules[0]
-        read = {m: [u for u in parameter.users if m in self._outer(u)] for m in modules}
-        mine = [m for m in modules if node in read[m]] or [m for m in modules if not read[m]]
-        return (mine or modules)[0]
 
     def _outer(self, node: fx.Node) -> set[str]:
         """The modules that ``node``'s code is in, the outermost too."""

@@ -25,12 +25,8 @@ def following(plan: Plan, problem: Problem, dim: str = "tp") -> Allowed:
     wanted: dict[tuple[Node, int], Any] = {}
     for parameter in problem.parameters:
         word = placement_of(plan.parameters, parameter.name, "parameter").get(dim, "R")
-        if parameter.stacked:  # of parts at rest whole experts are made
-            products = {of_operator(p)[1]: b.arguments.get("weight", {}) for p, b in plan.operators.items()}
-            weights = placement_of(products, PRODUCT, "")
-            word = weights.get(dim, "R")
         for node, i in parameter.users:
-            wanted[node, i] = word
+            wanted[node, i] = _of_whole_experts(plan, node.module, dim) if parameter.stacked else word
     for edge in problem.edges:
         result, reader = edge.value.producer, edge.node
         for module in _owners(result):
@@ -54,6 +50,13 @@ def following(plan: Plan, problem: Problem, dim: str = "tp") -> Allowed:
         )
 
     return allowed
+
+
+def _of_whole_experts(plan: Plan, module: str, dim: str) -> str:
+    """Where a product has the whole experts that are made of parts at rest."""
+    patterns = matching_operators(tuple(plan.operators), PRODUCT, module)
+    weights = {of_operator(p)[1]: plan.operators[p].arguments.get("weight", {}) for p in patterns}
+    return placement_of(weights, PRODUCT, "").get(dim, "R")
 
 
 def placing(problem: Problem, name: str, word: str) -> Allowed | None:

@@ -13,8 +13,7 @@ import numpy as np
 
 from mindspeed_fx.planning.search.highs import Linear
 from mindspeed_fx.planning.search.problem import Edge, Node, Problem, Value
-from mindspeed_fx.planning.search.sayable import PERMUTE, UNPERMUTE, expressible, is_dimension, leaves
-from mindspeed_fx.planning.search.strategies import EXPERTS
+from mindspeed_fx.planning.search.sayable import is_sayable
 from mindspeed_fx.planning.search.strategy_space import SUMMED, Label, P, R, Strategy
 
 KINDS = ("", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -62,25 +61,6 @@ def kind(p: Label, t: Label) -> str:
 def there_and_back(move: Move, p: Label, t: Label) -> tuple[str, str]:
     """Collectives of a value and of its gradient."""
     return kind(p, t), kind({SUMMED: P}.get(t, t), {P: R}.get(p, p)) if move.value.floating else ""
-
-
-def sayable(move: Move, p: Label, t: Label, edge: Edge) -> bool:
-    """Whether a plan can say that the value moves so before this reader, or DTensor does it unasked: it sums what an
-    operator needs whole."""
-    result = move.value.producer
-    if p == t or not move.value.shape:
-        return True
-    if edge.node.op in EXPERTS and edge.argument:
-        return True  # choices, their weights and counts go where the rows are
-    if result.op in EXPERTS and result.op != UNPERMUTE:
-        return p in (P, R) and t in (
-            R,
-            SUMMED,
-        )  # rows stay where they were sorted until they are back; experts divided inside make sums
-    if edge.node.op in EXPERTS and edge.node.op != PERMUTE:
-        return False
-    before = expressible(edge) and is_dimension(t, edge.node.uses[edge.argument].dims)
-    return (p in (P, R) and t in (R, SUMMED)) or leaves(move, t) or before
 
 
 class Pair(NamedTuple):
@@ -155,14 +135,14 @@ class Flows:
         for p in sources:
             for t in dict.fromkeys(t for result in targets for t in result):
                 if kind(p, t) != "never" and any(
-                    sayable(move, p, t, e) for e, result in zip(move.readers, targets) if t in result
+                    is_sayable(move, p, t, e) for e, result in zip(move.readers, targets) if t in result
                 ):
                     pairs[p, t] = self._column()
                     self.pairs.append(Pair(number, p, t, pairs[p, t]))
         for edge, results in zip(move.readers, targets):
             mine = {}
             for (p, t), y in pairs.items():
-                if t not in results or not sayable(move, p, t, edge):
+                if t not in results or not is_sayable(move, p, t, edge):
                     continue
                 if len(targets) == 1:
                     mine[p, t] = y

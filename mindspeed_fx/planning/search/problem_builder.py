@@ -8,7 +8,6 @@ lies between two layers of the run.
 from __future__ import annotations
 
 import operator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from mindspeed_fx.graph.provenance import module_path
 from mindspeed_fx.planning.search.axes import Axes, Dim
 from mindspeed_fx.planning.search.layer_dedup import Repetition
 from mindspeed_fx.planning.search.problem import Edge, Node, NotRepeated, Parameter, Problem, Use, Value
-from mindspeed_fx.planning.search.sorted_tables import as_gather, with_sorted_tables
+from mindspeed_fx.planning.search.sorted_tables import price_as_gather, with_sorted_tables
 from mindspeed_fx.planning.search.stacked_experts import name_of_all
 from mindspeed_fx.planning.search.strategies import BY_EXPERT, name_of, strategy_rows, tensor_arguments
 from mindspeed_fx.report.source import source_line
@@ -208,7 +207,7 @@ class _Builder:
         )
         here.args = fx.map_arg(tuple(node.args), lambda a: self.values.get(a))
         if node.target is rows_by_expert:
-            here.args, here.call = as_gather(here.args), replace(here.call, args=as_gather(here.call.args))
+            price_as_gather(here)
         if here.rows is None:
             self.unknown.setdefault(name, f'module "{here.module}"')
         for i, u in enumerate(outs):

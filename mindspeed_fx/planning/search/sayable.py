@@ -9,6 +9,8 @@ from typing import Any, Iterable
 
 from mindspeed_fx.planning.search.problem import Edge, Node, Parameter
 from mindspeed_fx.planning.search.strategies import ATTENTIONS, EXPERTS, is_told_by_name
+from mindspeed_fx.planning.search.strategy_space import SUMMED, Label, P, R
+from mindspeed_fx.sharding.plan_names import module_meant
 from mindspeed_fx.sharding.presets import ATTENTION, QKV
 
 PERMUTE, UNPERMUTE = "moe_permute", "moe_unpermute"
@@ -23,15 +25,31 @@ def owner(node: Node) -> str:
 
 
 def _of_module(parameter: Parameter, node: Node) -> str:
-    """The module whose parameter ``node`` uses; of several that have it as edges are inserted (``constraint.py``)."""
     modules = [name.rpartition(".")[0] for name in (parameter.name, *parameter.tied)]
-    read = {m: [n for n, _ in parameter.users if _is_inside(n, m)] for m in modules}
-    mine = [m for m in modules if node in read[m]] or [m for m in modules if not read[m]]
-    return (mine or modules)[0]
+    return module_meant(node, modules, [n for n, _ in parameter.users], _is_inside)
 
 
 def _is_inside(node: Node, module: str) -> bool:
     return node.module == module or node.module.startswith(f"{module}.")
+
+
+def is_sayable(move: Any, p: Label, t: Label, edge: Edge) -> bool:
+    """Whether a plan can say that the value moves so before this reader, or DTensor does it unasked: it sums what an
+    operator needs whole."""
+    result = move.value.producer
+    if p == t or not move.value.shape:
+        return True
+    if edge.node.op in EXPERTS and edge.argument:
+        return True  # choices, their weights and counts go where the rows are
+    if result.op in EXPERTS and result.op != UNPERMUTE:
+        return p in (P, R) and t in (
+            R,
+            SUMMED,
+        )  # rows stay where they were sorted until they are back; experts divided inside make sums
+    if edge.node.op in EXPERTS and edge.node.op != PERMUTE:
+        return False
+    before = expressible(edge) and is_dimension(t, edge.node.uses[edge.argument].dims)
+    return (p in (P, R) and t in (R, SUMMED)) or leaves(move, t) or before
 
 
 def comes_out(moves: Iterable[Any]) -> bool:

@@ -27,9 +27,10 @@ import numpy as np
 from mindspeed_fx.planning.search.costs import Prices
 from mindspeed_fx.planning.search.highs import Linear, milp
 from mindspeed_fx.planning.search.layouts import Layout
-from mindspeed_fx.planning.search.lp_structure import KINDS, Flows, Move, kind, moves, sayable, there_and_back
+from mindspeed_fx.planning.search.lp_structure import KINDS, Flows, Move, kind, moves, there_and_back
 from mindspeed_fx.planning.search.problem import Edge, Node
 from mindspeed_fx.planning.search.recomputation import Recomputation
+from mindspeed_fx.planning.search.sayable import is_sayable
 from mindspeed_fx.planning.search.schedules import idle_at_least, idle_times
 from mindspeed_fx.planning.search.solution import Solution, Unsayable
 from mindspeed_fx.planning.search.stage_loads import AFTER, BEFORE, holders
@@ -182,7 +183,7 @@ class Program:
         """Seconds there, seconds back, bytes at ``t``; None for what no plan does."""
         n = self.bytes[move.value]
         forth = kind(p, t)
-        if forth == "never" or not any(sayable(move, p, t, e) for e in readers):
+        if forth == "never" or not any(is_sayable(move, p, t, e) for e in readers):
             return None
         (a, b), (c, d) = (self.lines[k] for k in there_and_back(move, p, t))
         return a + b * n, c + d * n, n / (self.layout.tp if isinstance(t, int) else 1)

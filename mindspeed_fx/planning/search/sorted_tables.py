@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import copy
 import operator
+from dataclasses import replace
 
 import torch
 import torch.fx as fx
 
 from mindspeed_fx.graph import match
 from mindspeed_fx.passes.sharding.sorted_rows import sorted_table
+from mindspeed_fx.planning.search.problem import Node
 from mindspeed_fx.sharding.spmd.rows_by_expert import rows_by_expert
 
 PERMUTE = torch.ops.mindspeed.moe_permute.default
@@ -34,11 +36,11 @@ def with_sorted_tables(gm: fx.GraphModule) -> fx.GraphModule:
     return named
 
 
-def as_gather(args: tuple) -> tuple:
-    """Arguments of :func:`rows_by_expert` as those of ``aten.index_select``, which costs what it costs: rows of the
-    table are read, and which they are."""
-    _, table, indices = args
-    return table, 0, indices
+def price_as_gather(node: Node) -> None:
+    """Price a :func:`rows_by_expert` as ``aten.index_select``, in place: rows of the table are read, and which they
+    are."""
+    node.args, args = ((table, 0, indices) for _, table, indices in (node.args, node.call.args))
+    node.call = replace(node.call, operator="aten.index_select", kind="gather", args=args)
 
 
 def _taken(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node, fx.Node]]:
