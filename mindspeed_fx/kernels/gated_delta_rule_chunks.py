@@ -79,8 +79,8 @@ class Block:
 
     def __init__(self, span, q, k, v, g, beta, start, scale, norm_eps, wide):
         self.scale, self.shared = scale, v.shape[1] // q.shape[1]
-        self.q, self.q_root = _normalize(span.take(q, span.heads.keys, wide), norm_eps)
-        self.k, self.k_root = _normalize(span.take(k, span.heads.keys, wide), norm_eps)
+        self.q, self.q_root = normalize(span.take(q, span.heads.keys, wide), norm_eps)
+        self.k, self.k_root = normalize(span.take(k, span.heads.keys, wide), norm_eps)
         self.v, self.beta = span.take(v, span.heads.values, wide), span.take(beta, span.heads.values, wide)
         self.start = start
         self.grow = self.last = self.rest = None  # e^c, e^(c_C), e^(c_C - c), each [c, n, t or 1, 1]
@@ -132,7 +132,7 @@ class Block:
         return out.baddbmm_(self.k_decayed[i].transpose(1, 2), self.u[i])
 
 
-def _normalize(x: Tensor, eps: float | None) -> tuple[Tensor, Tensor | None]:
+def normalize(x: Tensor, eps: float | None) -> tuple[Tensor, Tensor | None]:
     """(x / sqrt(sum(x^2) + eps), 1 / sqrt(sum(x^2) + eps)); (x, None) without eps."""
     if eps is None:
         return x, None
@@ -140,8 +140,8 @@ def _normalize(x: Tensor, eps: float | None) -> tuple[Tensor, Tensor | None]:
     return x * root, root
 
 
-def _normalize_backward(grad: Tensor, x: Tensor, root: Tensor | None) -> Tensor:
-    """Gradient before :func:`_normalize`, from its results."""
+def normalize_backward(grad: Tensor, x: Tensor, root: Tensor | None) -> Tensor:
+    """Gradient before :func:`normalize`, from its results."""
     return grad if root is None else (grad - x * (grad * x).sum(-1, keepdim=True)) * root
 
 
@@ -204,6 +204,6 @@ def _chunk_gradients(block, scores, dscores, dnew_v, dw, dq_decayed, dk_decayed,
     dk += (dproducts + dproducts.transpose(2, 3)) @ block.k
     dk += dqk.transpose(2, 3) @ block.q
     dq = block.over_shared(dq_decayed) + dqk @ block.k
-    dq = _normalize_backward(dq, block.q, block.q_root)
-    dk = _normalize_backward(dk, block.k, block.k_root)
+    dq = normalize_backward(dq, block.q, block.q_root)
+    dk = normalize_backward(dk, block.k, block.k_root)
     return dq, dk, dv, dg, dbeta
