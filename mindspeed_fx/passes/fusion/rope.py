@@ -24,11 +24,10 @@ from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.graph.new_call import NewCall
 from mindspeed_fx.passes.base import Context, Miss, Outcome, PassReport, calls, register, rewrite_each, site, skip
-from mindspeed_fx.passes.fusion.analysis.element_exprs import SPLITS, ElementExprs, Sum, TooWide
+from mindspeed_fx.passes.fusion.analysis.element_exprs import SPLITS, SUMS, ElementExprs, Sum, TooWide
 from mindspeed_fx.passes.fusion.emit.element_exprs import build
 
 NAME, OPERATOR = "fusion.rope", "mindspeed::rope"
-SUMS = (aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor, aten.addcmul.default)
 OPAQUE = (aten.index.Tensor, aten.index_select.default, aten.gather.default, aten.matmul.default, aten.einsum.default)
 """What may move elements by a table or a matrix, which cannot be read."""
 KINDS = {

@@ -25,6 +25,11 @@ WIDEST = 2048
 TERMS, FACTORS = 2, 4
 """Of a sum and of a product that is read."""
 
+SUMS = (aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor, aten.addcmul.default)
+NESTED = 4
+"""Sums within sums that are read, more than any two terms need: the state of a recurrence is a sum of all before it, and
+who looked for a rotation in each of them would read its line once for every token."""
+
 SPLITS = ("none", "pairs", "parts", "any")
 """Which views that cut the last dimension of a tensor, or of a part of one, are looked through: none, those into pairs,
 those of parts, or any. What is cut into heads is read head by head where that is enough, a joint projection, too.
@@ -55,6 +60,8 @@ class ElementExprs:
         """Node -> number of the sum of each lane."""
         self._whole: set[fx.Node] = set()
         """Nodes whose lanes are those of a tensor, one by one."""
+        self._sums = 0
+        """Sums that the value being read is part of."""
         self.of(root)
 
     def exprs(self, n: fx.Node | None = None) -> list[Sum]:
@@ -65,16 +72,20 @@ class ElementExprs:
         if n not in self.read:
             handler = _HANDLERS.get(n.target) if n.op == "call_function" else None
             known = None
+            is_sum = n.op == "call_function" and n.target in SUMS
             if (
                 handler
+                and not (is_sum and self._sums == NESTED)
                 and match.is_float(n)
                 and not n.meta["mutated"]
                 and n.meta["grad_enabled"] == self.root.meta["grad_enabled"]
             ):
+                self._sums += is_sum
                 try:
                     known = handler(self, n)
                 except TooWide:
                     known = None  # heads of one wide projection: what they are views of is not read, they are
+                self._sums -= is_sum
             if known is None or known.numel() > WIDEST:
                 self._whole.add(n)
                 known = self.leaf(n, 1)
@@ -376,7 +387,7 @@ _HANDLERS = {
     **dict.fromkeys((operator.getitem, aten.slice.Tensor, aten.narrow.default), _part),
     **dict.fromkeys((aten.cat.default, aten.stack.default), _read_cat),
     **dict.fromkeys((*match.MUL, *match.DIV), _product),
-    **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor), _sum),
+    **dict.fromkeys(SUMS[:3], _sum),
     aten.select.int: _select,
     aten.unsqueeze.default: _read_unsqueeze,
     aten.flip.default: _read_flip,
