@@ -43,8 +43,9 @@ class Entry(NamedTuple):
 # fmt: off
 PASSES = (
     Entry("canonicalize.expert_loop",            "captured",    0, CLOSE, "first: no other reads rows that are data"),
-    Entry("canonicalize.forward_substitution",   "captured",    1, CLOSE, "systems whole, for gated_delta_rule"),
+    Entry("canonicalize.forward_substitution",   "captured",    1, CLOSE, "systems whole, for the delta rules"),
     Entry("fusion.gated_delta_rule",             "captured",    1, CLOSE, "chunks whole, before norms are read"),
+    Entry("fusion.kimi_delta_attention",         "captured",    1, CLOSE, "chunks whole, before norms are read"),
     Entry("fusion.ssd",                          "captured",    1, CLOSE, "chunks whole, before norms are read"),
     Entry("fusion.selective_scan",               "captured",    1, CLOSE, "states whole, before others read products"),
     Entry("canonicalize.batched_arithmetic",     "captured",    0, EXACT, "vmapped sums of the scans that are left"),

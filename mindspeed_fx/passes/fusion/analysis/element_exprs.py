@@ -27,8 +27,8 @@ TERMS, FACTORS = 2, 4
 
 SUMS = (aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor, aten.addcmul.default)
 NESTED = 4
-"""Sums within sums that are read, more than any two terms need: the state of a recurrence is a sum of all before it, and
-who looked for a rotation in each of them would read its line once for every token."""
+"""Sums within sums that are read, more than any two terms need: the state of a recurrence is a sum of all before it,
+and who looked for a rotation in each of them would read its line once for every token."""
 
 SPLITS = ("none", "pairs", "parts", "any")
 """Which views that cut the last dimension of a tensor, or of a part of one, are looked through: none, those into pairs,

@@ -1,10 +1,12 @@
-"""A gated delta rule that goes from chunk to chunk, read from its line of states.
+"""A delta rule that goes from chunk to chunk, read from its line of states.
 
-Letters as in kernels/gated_delta_rule.py. The two triangular systems of all chunks give U and W; then, chunk by chunk,
+Letters as in kernels/gated_delta_rule.py and, with a gate for every channel, kernels/kimi_delta_attention.py. The two
+triangular systems of all chunks give U and W; then, chunk by chunk,
 
     N = U_i - W_i S;  out_i = (q e^c)_i S + P_i N;  S <- S (e^c_C)_i + (k e^(c_C - c))_i^T N
 
-Every chunk must be there and read the same five values; what these are made of, :mod:`delta_chunks` says.
+Every chunk must be there and read the same five values, computed for all chunks or in each; what these are made of,
+:mod:`delta_chunks` says.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from mindspeed_fx.passes.fusion.analysis.delta_chunks import ACROSS, COLUMN, LAS
 
 
 @dataclass
-class GatedDeltaRule:
-    """Arguments of ``mindspeed::gated_delta_rule``, and what of the graph it stands for."""
+class DeltaRule:
+    """Arguments of ``mindspeed::gated_delta_rule`` or ``kimi_delta_attention``, and what of the graph it stands for."""
 
     q: Any
     k: Any
@@ -54,15 +56,20 @@ class _Line:
     """The line of states: the values that all its chunks read, and its ends."""
 
     start: fx.Node
-    q_decayed: Any
-    scores: Any
-    k_decayed: Any
-    last: Any
+    parts: dict[str, _Value]
     filled: fx.Node
     first: fx.Node
     final: fx.Node | None
     writes: list[fx.Node]
     region: list[fx.Node]
+
+
+@dataclass
+class _Value:
+    """A value that chunks read: where the first one has it, and its factors."""
+
+    node: fx.Node
+    factors: delta_chunks.Factors
 
 
 def is_unit_triangular(n: Any) -> bool:
@@ -75,7 +82,16 @@ def is_unit_triangular(n: Any) -> bool:
     )
 
 
-def read(solution: fx.Node) -> GatedDeltaRule | None:
+def is_by_channel(solution: fx.Node) -> bool:
+    """Whether the products of the system of ``solution`` are sums over channels with decays of their own, rather than
+    products of matrices."""
+    n = solution.args[0]
+    while match.is_call(n, aten.neg.default, aten.tril.default, aten.masked_fill.Scalar, aten.mul.Tensor):
+        n = n.args[0]
+    return match.is_call(n, aten.sum.dim_IntList)
+
+
+def read(solution: fx.Node) -> DeltaRule | None:
     """The rule whose U is ``solution``; None when it is the solution of something else, W of a rule included.
 
     Raises:
@@ -111,22 +127,26 @@ def _start(u: fx.Node, i: int) -> fx.Node | None:
 def _read_line(u: fx.Node, w: fx.Node, chunks: int) -> _Line:
     line: _Line | None = None
     state = None
+    known: dict[fx.Node, delta_chunks.Factors] = {}
     for i in range(chunks):
         n = _start(u, i)
         if n is None or n.args[1].args[0].args[0] is not w or (state is not None and n.args[1].args[1] is not state):
             raise Miss(f"chunk {i} does not read the state that chunk {i - 1} left")
         state = n.args[1].args[1]
-        q_decayed, scores, filled, write = _output(n, state, i)
-        step = _step(n, state, i)
-        last, k_decayed, after = step or (None, None, None)
-        if line is None:
-            line = _Line(state, q_decayed, scores, k_decayed, last, filled, n.args[1], None, [], [])
-        if [q_decayed, scores, filled] != [line.q_decayed, line.scores, line.filled]:
-            raise Miss(f"chunk {i} reads other values than the first one")
-        if step is not None and [last, k_decayed] != [line.last, line.k_decayed]:
-            raise Miss(f"the state after chunk {i} is made of other values than that after the first one")
-        if step is None and i + 1 < chunks:
+        nodes, filled, write = _output(n, state, i)
+        step = _step(n, state)
+        if step is not None:  # of a single chunk the state at its end may not be computed
+            nodes |= step[0]
+        elif i + 1 < chunks:
             raise Miss(f"the state after chunk {i} is not S e^c + k^T N")
+        parts = {name: _Value(x, _factors_of(x, i, known)) for name, x in nodes.items()}
+        if line is None:
+            line = _Line(state, parts, filled, n.args[1], None, [], [])
+        for name, part in parts.items():
+            first = line.parts[name].factors
+            if filled is not line.filled or part.factors[0] != first[0] or not _equal(part.factors[1], first[1]):
+                raise Miss(f"chunk {i} reads other values than the first one: {name} ({part.node.name})")
+        after = step[1] if step is not None else None
         line.writes.append(write)
         line.region += [n, n.args[1], write.args[1], *([after] if after is not None else [])]
         line.final = state = after
@@ -136,51 +156,61 @@ def _read_line(u: fx.Node, w: fx.Node, chunks: int) -> _Line:
     return line
 
 
-def _output(n: fx.Node, state: fx.Node, i: int) -> tuple[Any, Any, fx.Node, fx.Node]:
-    """(scale q e^c, P, what is filled, the write) of chunk i, all but the write for all chunks."""
+def _factors_of(n: fx.Node, i: int, known: dict[fx.Node, delta_chunks.Factors]) -> delta_chunks.Factors:
+    """Of ``n`` in chunk i; what is a chunk of a value of all is read once."""
+    whole = delta_chunks.of_all_chunks(n, i)
+    if whole is None:
+        return delta_chunks.factors(n, i)
+    if whole not in known:
+        known[whole] = delta_chunks.factors(whole)
+    return known[whole]
+
+
+def _output(n: fx.Node, state: fx.Node, i: int) -> tuple[dict[str, fx.Node], fx.Node, fx.Node]:
+    """(scale q e^c and P of chunk i, what all chunks fill, the write)."""
     for product in n.users:
-        piece = chunk_of(product.args[0]) if match.is_call(product, aten.matmul.default) else None
-        if piece is None or piece[1] != i or product.args[1] is not n:
+        if not match.is_call(product, aten.matmul.default) or product.args[1] is not n:
             continue
         for total in product.users:
             for read, other in match.operands(total, aten.add.Tensor):
-                known = other is product and match.is_call(read, aten.matmul.default) and read.args[1] is state
-                source = chunk_of(read.args[0]) if known else None
-                if source is None or source[1] != i:
+                if other is not product or not match.is_call(read, aten.matmul.default) or read.args[1] is not state:
                     continue
                 write = next((x for x in total.users if match.is_call(x, aten.copy_.default)), None)
                 into = chunk_of(write.args[0]) if write is not None and write.args[1] is total else None
                 if into is None or into[1] != i or len(total.users) != 1:
                     raise Miss(f"the result of chunk {i} is not written to its place among the others")
-                return source[0], piece[0], into[0], write
+                return {"the queries": read.args[0], "q k^T": product.args[0]}, into[0], write
     raise Miss(f"the result of chunk {i} is not (q e^c) S + P N")
 
 
-def _step(n: fx.Node, state: fx.Node, i: int) -> tuple[Any, Any, fx.Node] | None:
-    """(e^c_C, k e^(c_C - c), the state after chunk i)."""
+def _step(n: fx.Node, state: fx.Node) -> tuple[dict[str, fx.Node], fx.Node] | None:
+    """(e^c_C and k e^(c_C - c), the state after the chunk of ``n``)."""
     for product in n.users:
         keys = (
             delta_chunks.transposed(product.args[0])
             if match.is_call(product, aten.matmul.default) and product.args[1] is n
             else None
         )
-        piece = chunk_of(keys) if keys is not None else None
-        for total in product.users if piece is not None and piece[1] == i else ():
+        for total in product.users if keys is not None else ():
             for before, other in match.operands(total, aten.add.Tensor):
                 for held, decay in match.operands(before, aten.mul.Tensor) if other is product else ():
-                    source = chunk_of(decay)
-                    if held is state and source is not None and source[1] == i:
-                        return source[0], piece[0], total
+                    if held is state and match.is_float(decay) and _is_by_rows(decay, state):
+                        return {"the decay of a state": decay, "the keys": keys}, total
     return None
 
 
-def _arguments(u: fx.Node, w: fx.Node, line: _Line) -> GatedDeltaRule:
+def _is_by_rows(decay: fx.Node, state: fx.Node) -> bool:
+    """Whether ``decay`` is a number for each state, or one for each of its rows."""
+    shape, rows = match.value(decay).shape, match.value(state).shape[2]
+    return len(shape) == 4 and shape[3] == 1 and (shape[2] == 1 or symbols.statically_known_true(shape[2] == rows))
+
+
+def _arguments(u: fx.Node, w: fx.Node, line: _Line) -> DeltaRule:
     """What the values of all chunks are made of, each told by the others."""
     v, beta = _pair("beta v", u.args[1])
-    values = {"the queries": line.q_decayed, "beta k e^c": w.args[1], "the system": u.args[0], "q k^T": line.scores}
-    if line.last is not None:  # of a single chunk the state at its end may not be computed
-        values |= {"the decay of a state": line.last, "the keys": line.k_decayed}
-    parts = {name: delta_chunks.factors(x) for name, x in values.items()}
+    parts = {name: part.factors for name, part in line.parts.items()}
+    values = {name: part.node for name, part in line.parts.items()} | {"beta k e^c": w.args[1], "the system": u.args[0]}
+    parts |= {name: delta_chunks.factors(values[name]) for name in ("beta k e^c", "the system")}
     q = _factor(parts["the queries"], ROW)
     k, c = _factor(parts["beta k e^c"], ROW), _factor(parts["beta k e^c"], SUM)
     scale = parts["the queries"][0]
@@ -196,16 +226,18 @@ def _arguments(u: fx.Node, w: fx.Node, line: _Line) -> GatedDeltaRule:
         number, wanted = expected[name]
         if None in (q, k, c) or not math.isclose(have[0], number, rel_tol=1e-6) or not _equal(have[1], wanted):
             raise Miss(f"{name} ({values[name].name}) is not {_shown(number, wanted)}")
-    g = _gate(c)
+    g, heads = _gate(c), None if match.rank(c) == 5 else match.value(v).shape[1]
     out, padded = _result(line, match.value(v).shape[2])
-    (q, eps), (k, k_eps) = _source(q, line.first, v), _source(k, line.first, v)
+    (q, eps), (k, k_eps) = _source(q, line.first, heads), _source(k, line.first, heads)
     if eps != k_eps:
         raise Miss(f"queries are normalized with eps {eps} and keys with {k_eps}")
     if not symbols.statically_known_true(match.value(q).shape[1] == match.value(k).shape[1]):
         raise Miss(f"{match.value(q).shape[1]} heads of queries meet {match.value(k).shape[1]} of keys")
+    if heads is None and not symbols.are_known_equal(list(match.value(g).shape), list(match.value(k).shape)):
+        raise Miss(f"the gates {g.name} are not one for every channel of the keys")
     state = None if match.is_zeros(line.start) else line.start
     region = [u, w, u.args[0], *line.region]
-    return GatedDeltaRule(
+    return DeltaRule(
         q, k, v, norms.strip_widening(g), norms.strip_widening(beta), state, scale, eps,
         match.value(u).shape[3], line.first, out, padded, line.final, line.writes, region,
     )  # fmt: skip
@@ -241,24 +273,26 @@ def _shown(number: float, wanted: list[tuple[str, Any]]) -> str:
 def _gate(c: fx.Node) -> fx.Node:
     """g, whose running sum in each chunk is c."""
     number, inside = delta_chunks.factors(c.args[0])
-    if match.argument(c, "dim") % match.rank(c) != 3 or number != 1 or [what for what, _ in inside] != [COLUMN]:
+    kind = ROW if match.rank(c) == 5 else COLUMN
+    if match.argument(c, "dim") % match.rank(c) != 3 or number != 1 or [what for what, _ in inside] != [kind]:
         raise Miss(f"{c.name} is not the running sum of the gates in each chunk")
     return inside[0][1]
 
 
-def _source(n: fx.Node, before: fx.Node, v: fx.Node) -> tuple[Any, float | None]:
-    """Queries or keys before they are normalized and their heads are repeated, and the eps of the norm."""
+def _source(n: fx.Node, before: fx.Node, heads: Any) -> tuple[Any, float | None]:
+    """Queries or keys before they are normalized, and before they are repeated for ``heads`` heads, and the eps of the
+    norm."""
     normal = delta_chunks.normal(n)
     if normal is not None:
-        return _heads(normal[0], before, v), normal[1]
-    inner = _heads(n, before, v)
+        return _heads(normal[0], before, heads), normal[1]
+    inner = _heads(n, before, heads)
     normal = delta_chunks.normal(inner)
     return (norms.strip_widening(normal[0]), normal[1]) if normal is not None else (inner, None)
 
 
-def _heads(n: fx.Node, before: fx.Node, v: fx.Node) -> Any:
+def _heads(n: fx.Node, before: fx.Node, heads: Any) -> Any:
     n = norms.strip_widening(n)
-    source = kv_heads.ungroup(before, n, match.value(v).shape[1])
+    source = None if heads is None else kv_heads.ungroup(before, n, heads)
     return n if source is None else source
 
 
