@@ -93,7 +93,7 @@ def _halves(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _between(x: Tensor, size: int) -> Tensor:
-    """A view of x [..., t, t]: rows of the later halves by columns of the earlier ones, [..., t / 2 size, size, size]"""
+    """A view of x [..., t, t]: the later halves' rows by the earlier ones' columns, [..., t / 2 size, size, size]."""
     squares = x.unflatten(-1, (-1, 2, size))[..., 0, :].unflatten(-3, (-1, 2, size))[..., 1, :, :, :]
     return squares.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 

@@ -21,6 +21,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "attention": (
         *KINDS["attention"],
         "fusion.gated_delta_rule",
+        "fusion.kimi_delta_attention",
         "fusion.ssd",
         "fusion.selective_scan",
         "canonicalize.npu_attention",

@@ -44,6 +44,15 @@ class DeltaRule(Layer):
         return out.transpose(1, 2).flatten(2)
 
 
+class ByChannel(Layer):
+    def recur(self, x, q, k, v, steps):
+        q, k, v = (self.by_heads(t).transpose(1, 2) for t in (q, k, v))
+        rate = steps.transpose(1, 2) * self.decay[..., 0].exp()
+        gates = -rate.unsqueeze(-1) * k.sigmoid()
+        out = ops.kimi_delta_attention(q, k, v, gates, rate, None, self.width**-0.5, 1e-6)[0]
+        return out.transpose(1, 2).flatten(2)
+
+
 class Dual(Layer):
     def recur(self, x, q, k, v, steps):
         q, k, v = map(self.by_heads, (q, k, v))
@@ -77,6 +86,7 @@ WHOLE, HEADS, CHANNELS = {"cp": "R"}, {"cp": "S(1)"}, {"cp": "S(2)"}
 
 @pytest.mark.parametrize("kind, name, arguments, result", [
     (DeltaRule, "gated_delta_rule", dict.fromkeys(("q", "k", "v", "g", "beta"), HEADS), "S(2)"),
+    (ByChannel, "kimi_delta_attention", dict.fromkeys(("q", "k", "v", "g", "beta"), HEADS), "S(2)"),
     (Dual, "ssd", dict.fromkeys(("x", "dt", "B", "C"), CHANNELS) | {"A": {"cp": "S(0)"}}, "S(1)"),
     (Scan, "selective_scan", {"u": HEADS, "dt": HEADS, "A": {"cp": "S(0)"}, "B": WHOLE, "C": WHOLE}, "S(2)"),
 ])  # fmt: skip
@@ -95,7 +105,7 @@ def test_what_no_head_divides_is_computed_whole_and_goes_on_in_parts(kind, resul
     checked(kind(1, 8).double(), {"cp": 2}, plan, torch.randint(0, VOCAB, (4, 8)), bound=1e-9)
 
 
-@pytest.mark.parametrize("kind", [DeltaRule, Dual, Scan])
+@pytest.mark.parametrize("kind", [DeltaRule, ByChannel, Dual, Scan])
 def test_beside_tensor_parallelism(kind):
     plan = searched(kind, {"cp": 8, "tp": 2}, heads=32, width=64, seq=16384)
     checked(kind(4, 4).double(), {"cp": 2, "tp": 2}, plan, torch.randint(0, VOCAB, (4, 8)), bound=1e-9)

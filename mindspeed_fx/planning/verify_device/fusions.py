@@ -10,6 +10,8 @@ from typing import Any, Callable
 import torch
 import torch.nn.functional as F
 
+from mindspeed_fx.planning.verify_device import delta_rules
+
 Inputs = tuple[torch.Tensor, ...]
 
 
@@ -222,34 +224,8 @@ class _Double(torch.autograd.Function):
         return grad * 2 * s * (1 + x * (1 - s))
 
 
-def _delta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
-    """The gated delta rule in chunks of 16, as Qwen3-Next spells it."""
-    chunk = 16
-    q = q * q.shape[-1] ** -0.5
-    q, k, v = (x.unflatten(2, (-1, chunk)) for x in (q, k, v))
-    gates, beta = g.unflatten(2, (-1, chunk)).cumsum(-1), beta.unflatten(2, (-1, chunk)).unsqueeze(-1)
-    above = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
-    pairs = (gates.unsqueeze(-1) - gates.unsqueeze(-2)).masked_fill(above, -math.inf).exp()
-    system = (k * beta) @ k.transpose(-1, -2) * pairs
-    decayed = k * beta * gates.exp().unsqueeze(-1)
-    u = torch.linalg.solve_triangular(system, v * beta, upper=False, unitriangular=True)
-    w = torch.linalg.solve_triangular(system, decayed, upper=False, unitriangular=True)
-    state = torch.zeros(*k.shape[:2], k.shape[-1], v.shape[-1], dtype=v.dtype, device=v.device)
-    scores, out = q @ k.transpose(-1, -2) * pairs, torch.zeros_like(u)
-    q, k = q * gates.exp().unsqueeze(-1), k * (gates[..., -1:] - gates).exp().unsqueeze(-1)
-    last = gates[..., -1].exp()[..., None, None]
-    for i in range(u.shape[2]):
-        new = u[:, :, i] - w[:, :, i] @ state
-        out[:, :, i] = q[:, :, i] @ state + scores[:, :, i] @ new
-        state = state * last[:, :, i] + k[:, :, i].transpose(-1, -2) @ new
-    return out.flatten(2, 3)
-
-
-def _delta_inputs(s: Size, dtype: torch.dtype) -> Inputs:
-    keys = F.normalize(torch.randn(s.batch, s.heads, s.seq, s.dim), dim=-1).to(dtype).requires_grad_()
-    q, v = _leaf(dtype, s.batch, s.heads, s.seq, s.dim), _leaf(dtype, s.batch, s.heads, s.seq, s.dim)
-    gate, beta = (torch.rand(s.batch, s.heads, s.seq) for _ in range(2))
-    return q, keys, v, (-gate).to(dtype).requires_grad_(), beta.to(dtype).requires_grad_()
+def _delta_rules(by_channel: bool) -> Callable[[Size, torch.dtype], Inputs]:
+    return lambda s, dtype: delta_rules.tensors(s.batch, s.heads, s.seq, s.dim, dtype, by_channel)
 
 
 def _layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -265,7 +241,8 @@ def _merged(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tens
 
 FLOATS = (torch.float32, torch.float64)
 FUSIONS = (
-    Fusion("fusion.gated_delta_rule", _delta, _delta_inputs, dtypes=FLOATS),
+    Fusion("fusion.gated_delta_rule", delta_rules.chunked, _delta_rules(False), dtypes=FLOATS),
+    Fusion("fusion.kimi_delta_attention", delta_rules.chunked, _delta_rules(True), dtypes=FLOATS),
     Fusion(
         "fusion.grouped_matmul",
         _grouped,

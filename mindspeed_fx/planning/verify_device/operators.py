@@ -190,6 +190,10 @@ def _delta_rule(m: Maker) -> Losses:
         state, values = m.randn(b, n, d, d + 1), m.randn(b, n, s, d + 1)
         out, final, _ = ops.gated_delta_rule(*keys, values, decay, strength / 4, state, 0.3, eps, 4)
         yield out**2 + final.sum(-2, keepdim=True)
+    keys, decay, state = (m.randn(b, n, s, d), m.randn(b, n, s, d)), -m.rand(b, n, s, d), m.randn(b, n, d, d + 1)
+    values = m.randn(b, n, s, d + 1)
+    out, final, _ = ops.kimi_delta_attention(*keys, values, decay, strength / 4, state, 0.3, 1e-6)
+    yield out**2 + final.sum(-2, keepdim=True)
 
 
 def _delta_rule_in_cpp(m: Maker) -> Losses:
@@ -198,6 +202,10 @@ def _delta_rule_in_cpp(m: Maker) -> Losses:
     arguments = (*keys, values, -torch.rand(b, n, s), torch.rand(b, n, s), None, 0.3, 1e-6, 4)
     out, final, starts = ops.delta_tiles(*arguments)
     ops.delta_tiles_backward(torch.randn_like(out), torch.randn_like(final), starts, *arguments)
+    keys, decay = torch.randn(2, b, n, s, d), -torch.rand(b, n, s, d)
+    arguments = (*keys, values, decay, torch.rand(b, n, s), None, 0.3, 1e-6)
+    out, final, starts = ops.kimi_delta_tiles(*arguments)
+    ops.kimi_delta_tiles_backward(torch.randn_like(out), torch.randn_like(final), starts, *arguments)
     return iter(())
 
 

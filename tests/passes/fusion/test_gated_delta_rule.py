@@ -24,6 +24,7 @@ SETTINGS = dict(
     step="same",
     rows=False,
     final=False,
+    by_chunk=False,
 )
 
 
@@ -70,12 +71,20 @@ def chunked(q, k, v, g, beta, state=None, **given):
         w = torch.linalg.solve_triangular(other, decayed, upper=False, unitriangular=True)
     s = torch.zeros(*k.shape[:2], k.shape[-1], v.shape[-1], dtype=v.dtype) if state is None else state
     scores, out = q @ k.transpose(-1, -2) * pairs, torch.zeros_like(u)
+    plain_q, plain_k = q, k
     q, k = q * gates.exp().unsqueeze(-1), k * (gates[..., -1:] - gates).exp().unsqueeze(-1)
     last = gates[..., -1].exp()[..., None, None]
     for i in range(u.shape[2]):
         n = u[:, :, i] - w[:, :, i] @ s
-        out[:, :, i] = q[:, :, i] @ s + scores[:, :, i] @ n
-        s = s * last[:, :, i] + k[:, :, i].transpose(-1, -2) @ n
+        if o["by_chunk"]:  # as transformers has it before its release 5
+            q_i, k_i, c_i = plain_q[:, :, i], plain_k[:, :, i], gates[:, :, i]
+            seen = (q_i @ k_i.transpose(-1, -2) * pairs[:, :, i]).masked_fill_(above, 0)
+            out[:, :, i] = (q_i * gates[:, :, i, :, None].exp()) @ s + seen @ n
+            rest = (c_i[:, :, -1, None] - c_i).exp()[..., None]
+            s = s * gates[:, :, i, -1, None, None].exp() + (k_i * rest).transpose(-1, -2) @ n
+        else:
+            out[:, :, i] = q[:, :, i] @ s + scores[:, :, i] @ n
+            s = s * last[:, :, i] + k[:, :, i].transpose(-1, -2) @ n
         s = s * 1.5 if o["step"] == "scaled" else s
     out = out.flatten(2, 3)
     out = out[:, :, :seq].transpose(1, 2).contiguous()
@@ -103,6 +112,7 @@ def start():
         pytest.param({"final": True}, 12, marks=pytest.mark.slow),
         ({"final": True, "start": True}, 10),
         ({"chunk": 16}, 10),
+        ({"by_chunk": True, "final": True, "start": True}, 10),
         ({"rows": True, "final": True, "start": True}, 10),
     ],
 )

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from mindspeed_fx.passes.fusion.analysis.element_exprs import ElementExprs
 from tests.models import double, function_agrees
 
 NAME = "fusion.rope"
@@ -218,3 +219,24 @@ def test_many_heads_of_one_projection():
         return q * cos + half_chunk(q) * sin
 
     assert function_agrees(heads, double(1, 4, 4096), double(4, 128), double(4, 128)).counts[NAME] == 1
+
+
+def test_a_line_of_states_is_not_read_anew_for_each_of_its_tokens(monkeypatch):
+    """Each state is a sum of products of the one before; all together are looked at a bounded number of times each."""
+    seen, leaf = [], ElementExprs.leaf
+    monkeypatch.setattr(ElementExprs, "leaf", lambda self, n, dims: seen.append(n) or leaf(self, n, dims))
+
+    def recurrence(x, decay):
+        state, outs = x[:, 0], []
+        for i in range(1, x.shape[1]):
+            state = state * decay[:, i] + x[:, i].roll(1, -1) * decay[:, i]
+            outs.append(state)
+        return torch.stack(outs, 1)
+
+    counts = []
+    for length in (8, 16, 32):
+        seen.clear()
+        report = function_agrees(recurrence, double(2, length, 4), double(2, length, 4))
+        assert report.counts[NAME] == 0
+        counts.append(len(seen))
+    assert 0 < counts[0] and counts[2] - counts[1] < 2.2 * (counts[1] - counts[0]), counts

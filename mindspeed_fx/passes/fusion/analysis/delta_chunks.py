@@ -133,7 +133,7 @@ def normal(n: Any) -> tuple[fx.Node, float] | None:
 
 def exponential(n: Any, chunk: int | None = None) -> tuple[str, Any]:
     """What exp is taken of."""
-    if (c := _running_sum(n, chunk)) is not None:
+    if (c := _running_sum(n.args[0] if _is_last_unsqueezed(n) else n, chunk)) is not None:
         return SUM, c
     if (c := _last(n, chunk)) is not None:
         return LAST, c
