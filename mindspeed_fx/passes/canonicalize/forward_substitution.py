@@ -4,7 +4,7 @@
 inverse of the unit lower triangular I - a: forward substitution, in n - 1 rounds that wait for each other, as linear
 attention with delta rules has it where a solver may not be called (transformers under ``torch.export``, and in its
 releases before 5). Every product with the inverse becomes one call of ``linalg.solve_triangular``, which
-``fusion.gated_delta_rule`` reads.
+``fusion.gated_delta_rule`` and ``fusion.kimi_delta_attention`` read.
 
 Safe because rows are written in order, nobody else reads or writes them on the way, and all that is not below the
 diagonal is zero.

@@ -101,12 +101,22 @@ def test_near_misses(given, reason):
     assert report.counts[NAME] == 0 and any(reason in r for r in skips(report)), skips(report)
 
 
-@pytest.mark.parametrize("dtype, seq", [(torch.float32, 130), (torch.bfloat16, 128)])
-def test_function_of_transformers(dtype, seq):
-    function = part_of("models.kimi_linear.modeling_kimi_linear", "chunk_kimi_delta_attention")
+@pytest.mark.parametrize(
+    "name, dtype, seq",
+    [
+        ("kimi_linear", torch.float32, 130),
+        pytest.param("kimi_linear", torch.bfloat16, 128, marks=pytest.mark.slow),
+        pytest.param("bailing_hybrid", torch.float32, 64, marks=pytest.mark.slow),
+        ("glm5_next", torch.float32, 64),
+    ],
+)
+def test_functions_of_transformers(name, dtype, seq):
+    function = part_of(f"models.{name}.modeling_{name}", "chunk_kimi_delta_attention")
     q, k, v, g, beta = inputs(seq, dtype, k_dim=8, v_dim=8)
     report = function_agrees(
-        lambda q, k, v, g, beta: function(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0],
+        lambda q, k, v, g, beta: function(
+            q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True, output_final_state=True
+        ),
         q, k, v, g.detach().float().requires_grad_(), beta,
         tolerance=1e-5 if dtype == torch.float32 else 2e-2,
     )  # fmt: skip
@@ -122,7 +132,7 @@ class Loss(torch.nn.Module):
         return self.model(input_ids=input_ids, labels=labels)
 
 
-@pytest.mark.parametrize("name", ["kimi_linear", "bailing_hybrid"])
+@pytest.mark.parametrize("name", ["kimi_linear", pytest.param("bailing_hybrid", marks=pytest.mark.slow)])
 def test_models(name):
     """Tiny models of transformers, two chunks: loss, every gradient, what is fused."""
     try:
