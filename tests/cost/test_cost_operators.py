@@ -16,6 +16,7 @@ from mindspeed_fx.cost.operators import SOFTMAX, Cost, attention, spec, visible_
 from mindspeed_fx.kernels import REGISTRY
 from mindspeed_fx.kernels.dropout_add_seeded import DRAWN
 from mindspeed_fx.kernels.gated_delta_rule import gated_delta_rule, gated_delta_rule_backward
+from mindspeed_fx.kernels.kimi_delta_attention import kimi_delta_attention, kimi_delta_attention_backward
 from mindspeed_fx.kernels.linear_cross_entropy_work import LEAST
 from mindspeed_fx.planning.verify_device.operators import calls
 
@@ -70,6 +71,8 @@ OUTSIDE_TORCH = {
     "mindspeed.narrow_product": lambda a, b, *_: a @ b,
     "mindspeed.delta_tiles": gated_delta_rule.reference,
     "mindspeed.delta_tiles_backward": gated_delta_rule_backward.reference,
+    "mindspeed.kimi_delta_tiles": kimi_delta_attention.reference,
+    "mindspeed.kimi_delta_tiles_backward": kimi_delta_attention_backward.reference,
 }
 """Those whose reference is C++, as products that torch counts."""
 

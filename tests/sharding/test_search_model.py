@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 from torch import nn
@@ -130,3 +132,30 @@ def test_meshes_divide_evenly():
         for pp, dp, cp, ep, tp in found
     )
     assert (1, 4, 2, 1, 1) in found and (2, 4, 1, 1, 1) in found and len(found) == len(set(found))
+
+
+class Numbered(nn.Module):
+    """Asks its configuration which kind the layer at hand has, as transformers' models ask for its mask."""
+
+    def __init__(self, kinds):
+        super().__init__()
+        self.config = types.SimpleNamespace(kinds=kinds, sizes=[3, 5], window=4)
+        self.order = list(range(len(kinds)))
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=kind == "whole") for kind in kinds)
+
+    def forward(self, x):
+        self.seen = []
+        for i, layer in enumerate(self.layers):
+            self.seen.append((self.config.kinds[i], "whole" if layer.bias is not None else "near", self.order[i]))
+            x = layer(x)
+        return x
+
+
+def test_a_shortened_model_finds_the_kinds_of_the_layers_that_it_has():
+    kinds = ["near"] * 3 + ["whole"] + ["near"] * 3 + ["whole"]
+    model = nn.Sequential(Numbered(kinds))
+    short = repetition(model).model
+    short(torch.randn(2, 8))
+    assert short[0].seen == [(k, k, i) for i, k in enumerate(kinds) if i not in (2, 6)]
+    assert short[0].config.sizes == [3, 5] and short[0].config.window == 4
+    assert model[0].config.kinds == kinds and model[0].order == list(range(8)), "the model itself was changed"

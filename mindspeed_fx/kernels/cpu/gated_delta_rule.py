@@ -73,7 +73,7 @@ def delta_tiles(
     out, final, starts = definition.fake(*tensors, scale, norm_eps, chunk)
     final.zero_() if state is None else final.copy_(state)
     sequences = {"q": q, "k": k, "v": v, "out": out, "g": g, "beta": beta}
-    _call("delta_rule_forward", sequences, final, starts, scale, norm_eps, chunk)
+    call_kernel("delta_rule_forward", sequences, final, starts, scale, norm_eps, chunk)
     return out, final, starts
 
 
@@ -106,7 +106,7 @@ def delta_tiles_backward(
     of_gates = [torch.empty_like(x, dtype=torch.float32) for x in (dg, dbeta)]
     sequences = {"q": q, "k": k, "v": v, "out": grad, "g": g, "beta": beta, "dv": dv}
     sequences |= dict(zip(("dq", "dk", "dg", "dbeta"), (*of_keys, *of_gates)))
-    _call("delta_rule_backward", sequences, dfinal, starts.contiguous(), scale, norm_eps, chunk)
+    call_kernel("delta_rule_backward", sequences, dfinal, starts.contiguous(), scale, norm_eps, chunk)
     for x, wide in zip((dq, dk), of_keys):
         if is_split:
             x.copy_(wide.unflatten(1, (x.shape[1], -1)).sum(2))
@@ -120,7 +120,7 @@ def _heads_together(q: Tensor, v: Tensor) -> int:
     return v.shape[1] // q.shape[1] if q.shape[0] * q.shape[1] >= torch.get_num_threads() else 1
 
 
-def _call(
+def call_kernel(
     kernel: str,
     sequences: dict[str, Tensor | None],
     state: Tensor,

@@ -90,9 +90,31 @@ def _shorten(module: nn.Module, path: str, kept: dict[str, list[int]]) -> nn.Mod
         inner = f"{path}.{name}".lstrip(".")
         if child is not None and any(k == inner or k.startswith(f"{inner}.") for k in kept):
             result._modules[name] = _shorten(child, inner, kept)
+            if inner in kept:
+                _shorten_tables(result, len(child._modules), kept[inner])
     return result
 
 
+def _shorten_tables(module: nn.Module, layers: int, chosen: list[int]) -> None:
+    """Lists with an entry for each layer, of ``module`` and of its configuration, of which ``module`` gets a copy: a
+    model that asks ``config.layer_types[i]`` which mask layer i gets must find the kinds of the layers that it has."""
+
+    def picked(x: Any) -> Any:
+        is_table = isinstance(x, (list, tuple)) and len(x) == layers and all(isinstance(v, _PLAIN) for v in x)
+        return type(x)(x[i] for i in chosen) if is_table else x
+
+    for key, value in list(vars(module).items()):
+        if key in _SKIPPED:
+            continue
+        if isinstance(value, (list, tuple)):
+            module.__dict__[key] = picked(value)
+        elif key == "config" and hasattr(value, "__dict__"):
+            module.__dict__[key] = copied = copy.copy(value)
+            copied.__dict__.update((k, picked(v)) for k, v in vars(value).items())
+
+
+_PLAIN = (str, int, float, bool, type(None), torch.dtype, torch.device)
+"""What a list with an entry for each layer says of it."""
 _SKIPPED = frozenset(("_parameters", "_buffers", "_modules"))
 
 
@@ -125,7 +147,7 @@ def _signature(module: nn.Module, number: int, notes: list[str]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, (str, int, float, bool, type(None), torch.dtype, torch.device, torch.Size)):
+    if isinstance(value, (*_PLAIN, torch.Size)):
         return value
     if isinstance(value, (tuple, list)):
         return type(value).__name__, tuple(map(_plain, value))

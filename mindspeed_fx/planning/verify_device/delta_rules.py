@@ -12,8 +12,11 @@ CHUNK = 16
 
 
 def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """The gated delta rule as Qwen3-Next spells it, with gates g [batch, heads, seq], or with those of every channel [..,
-    k_dim] Kimi Delta Attention: q, k [batch, heads, seq, k_dim], v [batch, heads, seq, v_dim], beta [batch, heads, seq].
+    """The gated delta rule as Qwen3-Next spells it; with a gate for every channel, Kimi Delta Attention.
+
+    Args:
+        q, k: [batch, heads, seq, k_dim]; v: [batch, heads, seq, v_dim]; beta: [batch, heads, seq].
+        g: [batch, heads, seq] or [batch, heads, seq, k_dim].
     """
     q = q * q.shape[-1] ** -0.5
     q, k, v, g = (x.unflatten(2, (-1, CHUNK)) for x in (q, k, v, g))
