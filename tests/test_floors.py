@@ -195,7 +195,8 @@ def test_kernels_have_the_names_of_their_operators():
                 "layer_norm_parameter_gradients",
                 "layer_norm_backward_parts",
             ),  # of wide rows
-            *("gated_delta_rule_backward", "selective_scan_backward", "ssd_backward"),  # gradients of those operators
+            *("gated_delta_rule_backward", "kimi_delta_attention_backward"),  # gradients of those operators
+            *("selective_scan_backward", "ssd_backward"),
             *("selective_scan_segments", "selective_scan_segment_gradients"),  # of parts of a sequence, side by side
         },
     }

@@ -21,9 +21,12 @@ import math
 import torch
 from torch import Tensor
 
+from mindspeed_fx.compat.fake import hint
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.cost.operators import SPECIAL, once
+from mindspeed_fx.kernels import triton
 from mindspeed_fx.kernels.base import accumulation_dtype, operator
+from mindspeed_fx.kernels.gated_delta_rule import rows_of_tokens
 from mindspeed_fx.kernels.gated_delta_rule_chunks import SPAN, head_blocks, spans
 from mindspeed_fx.kernels.kimi_delta_attention_chunks import CHUNK, Block, block_gradients
 from mindspeed_fx.kernels.recurrence import check_shapes, register_gradient
@@ -210,3 +213,39 @@ def backward_cost(out, grad, grad_state, starts, q, k, v, g, beta, state, scale,
     new = tokens * (6 * 2 * d * e + 2 * CHUNK * (d + 4 * e) + 4 * d * (CHUNK - 1))
     tensors = (grad, grad_state, starts, q, k, v, g, beta, state)
     return once(out, *tensors, flops=again + new, vector=3 * tokens * vector, dtype="float32", again=again)
+
+
+# --------------------------------------------------------------------------- Triton
+
+
+def _refuse(q, k, v, g, beta, state):
+    if not all(isinstance(n, int) for n in v.shape[1::2] + k.shape[3:]):
+        return "heads or their widths are symbolic"
+    if k.shape[3] > 128:
+        return f"keys of {k.shape[3]} elements, the kernel takes up to 128"
+    if any(x.dtype not in triton.DTYPES[1:] for x in (q, k, v)):
+        return "q, k or v is no 16-bit type"
+    read = (*(rows_of_tokens(x) for x in (q, k, v, g)), beta)
+    if max(hint(x.shape[2]) * hint(x.stride(2)) for x in read) >= 2**31:
+        return "a sequence of more elements than offsets of 32 bits reach"
+    return triton.refuse_types(v.shape[3], g=g, beta=beta, state=state)
+
+
+triton.kernel(
+    kimi_delta_attention,
+    fake,
+    "kimi_delta_attention.forward",
+    "triangular systems of all tiles, then a walk through the states",
+    lambda q, k, v, g, beta, state, scale, norm_eps=None: _refuse(q, k, v, g, beta, state),
+)
+triton.kernel(
+    kimi_delta_attention_backward,
+    fake_backward,
+    "kimi_delta_attention_backward.backward",
+    "states again, a walk back, then all tiles at once",
+    lambda grad, grad_state, starts, q, k, v, g, beta, state, scale, norm_eps=None: (
+        _refuse(q, k, v, g, beta, state) or triton.refuse_types(1, grad=grad, grad_state=grad_state)
+    ),
+)
+triton.on_npu(kimi_delta_attention)
+triton.on_npu(kimi_delta_attention_backward)

@@ -263,6 +263,26 @@ def gated_delta_rule(
     return Case(f"gated_delta_rule-{name}", "gated_delta_rule", make, backward, rounded=True, roundings=2)
 
 
+def kimi_delta_attention(
+    name: str, batch: int, heads: int, seq: int, widths: tuple[int, int], whole: bool, strength: float = 1.0
+) -> Case:
+    """``whole``: with a norm and a first state, gates in float32, the sequence of q and g stored last; ``strength`` of
+    the gates of every other channel."""
+
+    def make(new):
+        q, k, g = (new(batch, seq, heads, widths[0]).transpose(1, 2) / widths[0] ** 0.5 for _ in range(3))
+        q, g = (x.transpose(2, 3).contiguous().transpose(2, 3) if whole else x for x in (q, g))
+        g[..., ::2] *= strength
+        v, beta = new(batch, seq, heads, widths[1]).transpose(1, 2), new(batch, seq, heads).transpose(1, 2)
+        state, eps = (new(batch, heads, *widths), 1e-6) if whole else (None, None)
+        return q, k, v, -g.abs().to(torch.float32 if whole else g.dtype), beta.sigmoid(), state, 0.5, eps
+
+    def backward(args, out, grad):
+        return grad, out[1].flip(0) if whole else None, out[2], *args
+
+    return Case(f"kimi_delta_attention-{name}", "kimi_delta_attention", make, backward, rounded=True, roundings=2)
+
+
 def ssd(
     name: str, batch: int, groups: int, heads: int, seq: int, widths: tuple[int, int], whole: bool, chunk: int
 ) -> Case:

@@ -175,6 +175,10 @@ def launches() -> list[tuple[str, object, tuple, int, dict]]:
                 call = (q, q, v, gate, gate, None, 0.1, 1e-6, 64)
                 starts = run["gated_delta_rule"].forward(*call)[2]
                 run["gated_delta_rule_backward"].backward(v, None, starts, *call)
+                label, rates = f"32 heads of {width}, gates of channels", new(1, 4096, 32, width, dtype=F32)
+                call = (v, v, v, rates.transpose(1, 2), gate, None, 0.1, 1e-6)
+                starts = run["kimi_delta_attention"].forward(*call)[2]
+                run["kimi_delta_attention_backward"].backward(v, None, starts, *call)
             for width in (128, 64) if dtype == BF16 else ():
                 label, rates = f"80 heads of 64 and {width}", new(80, dtype=F32)
                 x, columns = new(1, 4096, 80, 64, dtype=BF16), new(1, 4096, 1, width, dtype=BF16)

@@ -2,8 +2,8 @@
 
 A value [batch, heads, chunks, tokens, ...] is read as a number times rows [batch, heads, seq, width], columns [batch,
 heads, seq] and exponentials of the running sum c of the gates, through padding and division into chunks, in any
-association: ``(k * beta) * e^c`` and ``k * (beta * e^c)`` are the same. So is what is computed of chunk i of such values
-alone, [batch, heads, tokens, ...]. Gates are columns, or rows: one for each channel.
+association: ``(k * beta) * e^c`` and ``k * (beta * e^c)`` are the same. So is what is computed of chunk i of such
+values alone, [batch, heads, tokens, ...]. Gates are columns, or rows: one for each channel.
 """
 
 from __future__ import annotations

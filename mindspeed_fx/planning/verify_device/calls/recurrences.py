@@ -15,6 +15,7 @@ ops = torch.ops.mindspeed
 
 def recurrence_cases(dtype: torch.dtype) -> Iterator[Call]:
     yield from _delta_rules(dtype)
+    yield from _rules_by_channel(dtype)
     yield from _state_spaces(dtype)
     yield from _scans(dtype)
     yield from _turns(dtype)
@@ -39,15 +40,27 @@ def _delta_rules(dtype: torch.dtype) -> Iterator[Call]:
             f"gated_delta_rule-{name}",
             ops.gated_delta_rule,
             arguments,
-            "triton, triangular systems of all tiles, then a walk through the states",
+            _DELTA_RULES[0],
         )
         out, final, starts = ops.gated_delta_rule(*arguments)
         yield (
             f"gated_delta_rule_backward-{name}",
             ops.gated_delta_rule_backward,
             (torch.randn_like(out), torch.randn_like(final), starts, *arguments),
-            "triton, states again, a walk back, then all tiles at once",
+            _DELTA_RULES[1],
         )
+
+
+def _rules_by_channel(dtype: torch.dtype) -> Iterator[Call]:
+    """With and without a first state and normalized keys, both layouts; in 16 bits alone."""
+    if dtype.itemsize != 2:
+        return
+    for whole, turned in itertools.product((False, True), repeat=2):
+        order = BSND if turned else BNSD
+        q, k, v, g = (stored((1, 2, 9, n), order, dtype) for n in (8, 8, 6, 8))
+        state, eps = (torch.randn(1, 2, 8, 6), 1e-6) if whole else (None, None)
+        arguments = q, k, v, -g.abs(), torch.rand(1, 2, 9).to(dtype), state, 8**-0.5, eps
+        yield from _there_and_back("kimi_delta_attention", f"{whole}-{turned}", arguments, _DELTA_RULES)
 
 
 def _state_spaces(dtype: torch.dtype) -> Iterator[Call]:
@@ -81,6 +94,10 @@ def _turns(dtype: torch.dtype) -> Iterator[Call]:
     yield "sinkhorn_knopp_backward", ops.sinkhorn_knopp_backward, (torch.randn_like(x), x, 3, 1e-6), back
 
 
+_DELTA_RULES = (
+    "triton, triangular systems of all tiles, then a walk through the states",
+    "triton, states again, a walk back, then all tiles at once",
+)
 _SPACES = "triton, a walk through the states of each head", "triton, states again, a walk back, then all tiles at once"
 _SCANS = (
     "triton, walks through segments with the states of some channels",
