@@ -108,11 +108,13 @@ def _shorten_tables(module: nn.Module, layers: int, chosen: list[int]) -> None:
             continue
         if isinstance(value, (list, tuple)):
             module.__dict__[key] = picked(value)
-        elif key == "config" and hasattr(value, "__dict__"):
+        elif key in CONFIGURATIONS and hasattr(value, "__dict__"):
             module.__dict__[key] = copied = copy.copy(value)
             copied.__dict__.update((k, picked(v)) for k, v in vars(value).items())
 
 
+CONFIGURATIONS = ("config", "cfg", "args", "model_args", "params")
+"""What models call the object that says how they are built."""
 _PLAIN = (str, int, float, bool, type(None), torch.dtype, torch.device)
 """What a list with an entry for each layer says of it."""
 _SKIPPED = frozenset(("_parameters", "_buffers", "_modules"))

@@ -25,20 +25,28 @@ def chunked(q, k, v, g, beta, state=None, **given):
     if o["norm"]:
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     q = q / math.sqrt(q.shape[-1])
+    alike = F.pad(g[..., 0], (0, -seq % CHUNK)).unflatten(2, (-1, CHUNK)).cumsum(-1)
+    g = g[..., :1] if o["gates"] == "shared" else g
     q, k, v, g = (F.pad(x, (0, 0, 0, -seq % CHUNK)).unflatten(2, (-1, CHUNK)) for x in (q, k, v, g))
     column = F.pad(beta, (0, -seq % CHUNK)).unflatten(2, (-1, CHUNK)).unsqueeze(-1)
     c = (g * 2 if o["gates"] == "double" else g).cumsum(-2)
     above = torch.ones(CHUNK, CHUNK, dtype=torch.bool).triu(0 if o["mask"] == "diagonal" else 1)
-    pairs = (c.unsqueeze(-2) - c.unsqueeze(-3)).masked_fill(above[..., None], -math.inf).exp()
+    if o["gates"] == "one":  # for all channels of a head, by which pairs are summed all the same
+        pairs = (alike.unsqueeze(-1) - alike.unsqueeze(-2)).masked_fill(above, -math.inf).exp().unsqueeze(-1)
+        grow, rest = alike.exp().unsqueeze(-1), (alike[..., -1:] - alike).exp().unsqueeze(-1)
+        last = alike[..., -1].exp()[..., None, None]
+    else:
+        pairs = (c.unsqueeze(-2) - c.unsqueeze(-3)).masked_fill(above[..., None], -math.inf).exp()
+        grow, rest, last = c.exp(), (c[..., -1:, :] - c).exp(), c[..., -1, :].exp().unsqueeze(-1)
     if o["beta_on"] == "rows":
         system = ((k * column).unsqueeze(-2) * k.unsqueeze(-3) * pairs).sum(-1)
     else:
         system = (pairs * (k.unsqueeze(-2) * k.unsqueeze(-3))).sum(-1) * column
     u = torch.linalg.solve_triangular(system, v * column, upper=False, unitriangular=True)
-    w = torch.linalg.solve_triangular(system, k * column * c.exp(), upper=False, unitriangular=True)
+    w = torch.linalg.solve_triangular(system, k * column * grow, upper=False, unitriangular=True)
     s = torch.zeros(*k.shape[:2], k.shape[-1], v.shape[-1], dtype=v.dtype) if state is None else state
     out = torch.zeros_like(u)
-    whole = (q * c.exp(), (q.unsqueeze(-2) * k.unsqueeze(-3) * pairs).sum(-1), k * (c[..., -1:, :] - c).exp())
+    whole = (q * grow, (q.unsqueeze(-2) * k.unsqueeze(-3) * pairs).sum(-1), k * rest)
     for i in range(u.shape[2]):
         n = u[:, :, i] - w[:, :, i] @ s
         q_i, k_i, c_i = q[:, :, i], k[:, :, i], c[:, :, i]
@@ -48,14 +56,12 @@ def chunked(q, k, v, g, beta, state=None, **given):
             q_decayed, k_decayed = q_i * c_i.exp(), k_i * (c_i[:, :, -1:] - c_i).exp()
             scores = (q_i.unsqueeze(-2) * k_i.unsqueeze(-3) * pairs[:, :, i]).sum(-1).masked_fill(above, 0)
         out[:, :, i] = q_decayed @ s + scores @ n
-        last = c_i[:, :, -1].exp()
+        kept = last[:, :, i] if o["whole"] else c_i[:, :, -1].exp().unsqueeze(-1)
         if o["step"] == "columns":
-            last = last.unsqueeze(-2)
+            kept = c_i[:, :, -1].exp().unsqueeze(-2)
         elif o["step"] == "first":
-            last = c_i[:, :, 0].exp().unsqueeze(-1)
-        else:
-            last = last.unsqueeze(-1)
-        s = s * last + k_decayed.transpose(-1, -2) @ n
+            kept = c_i[:, :, 0].exp().unsqueeze(-1)
+        s = s * kept + k_decayed.transpose(-1, -2) @ n
     out = out.flatten(2, 3)[:, :, :seq].transpose(1, 2).contiguous()
     return (out, s) if o["final"] else out
 
@@ -92,6 +98,8 @@ def test_spellings(given, seq):
     [
         ({"step": "first"}, "is no decay between two tokens of a chunk"),
         ({"step": "columns"}, "the state after chunk 0 is not S e^c + k^T N"),
+        ({"gates": "one", "whole": True}, "pairs of tokens are summed by channels, of which"),
+        ({"gates": "shared", "whole": True}, "are not one for every channel of the keys"),
         ({"gates": "double"}, "is not the running sum of the gates in each chunk"),
         ({"mask": "diagonal"}, "is not what a chunk may not see"),
     ],

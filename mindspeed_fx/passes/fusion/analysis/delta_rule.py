@@ -226,21 +226,31 @@ def _arguments(u: fx.Node, w: fx.Node, line: _Line) -> DeltaRule:
         number, wanted = expected[name]
         if None in (q, k, c) or not math.isclose(have[0], number, rel_tol=1e-6) or not _equal(have[1], wanted):
             raise Miss(f"{name} ({values[name].name}) is not {_shown(number, wanted)}")
-    g, heads = _gate(c), None if match.rank(c) == 5 else match.value(v).shape[1]
+    g, by_channel = _gate(c), match.rank(c) == 5
+    if by_channel != is_by_channel(u):
+        raise Miss(f"pairs of tokens are summed by channels, of which {c.name} decays all alike")
+    heads = None if by_channel else match.value(v).shape[1]
     out, padded = _result(line, match.value(v).shape[2])
     (q, eps), (k, k_eps) = _source(q, line.first, heads), _source(k, line.first, heads)
     if eps != k_eps:
         raise Miss(f"queries are normalized with eps {eps} and keys with {k_eps}")
     if not symbols.statically_known_true(match.value(q).shape[1] == match.value(k).shape[1]):
         raise Miss(f"{match.value(q).shape[1]} heads of queries meet {match.value(k).shape[1]} of keys")
-    if heads is None and not symbols.are_known_equal(list(match.value(g).shape), list(match.value(k).shape)):
-        raise Miss(f"the gates {g.name} are not one for every channel of the keys")
+    if by_channel:
+        _require_a_gate_for_every_channel(q, k, v, g)
     state = None if match.is_zeros(line.start) else line.start
     region = [u, w, u.args[0], *line.region]
     return DeltaRule(
         q, k, v, norms.strip_widening(g), norms.strip_widening(beta), state, scale, eps,
         match.value(u).shape[3], line.first, out, padded, line.final, line.writes, region,
     )  # fmt: skip
+
+
+def _require_a_gate_for_every_channel(q: Any, k: Any, v: fx.Node, g: fx.Node) -> None:
+    if not symbols.are_known_equal(list(match.value(g).shape), list(match.value(k).shape)):
+        raise Miss(f"the gates {g.name} are not one for every channel of the keys")
+    if not symbols.are_known_equal(list(match.value(q).shape[:3]), list(match.value(v).shape[:3])):
+        raise Miss("queries and values do not have the same heads")
 
 
 def _factor(read: delta_chunks.Factors, what: str) -> Any:
