@@ -55,6 +55,26 @@ def gated_delta_rule(device: str, tokens: int, k_heads: int = 16, heads: int = 3
     )
 
 
+def kimi_delta_attention(device: str, tokens: int, heads: int = 16, width: int = 128) -> Problem:
+    """Kimi Linear's, whose decays of all pairs and channels take half a GiB for 1,024 tokens, several times."""
+
+    def define(q, k, v, g, beta):
+        from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
+
+        return chunk_kimi_delta_attention(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0]
+
+    q, k, v = (new(1, tokens, heads, width, device=device) for _ in range(3))
+    g = -torch.rand(1, tokens, heads, width, device=device)
+    beta = torch.rand(1, tokens, heads, device=device).to(torch.bfloat16)
+    return Problem(
+        define,
+        [q, k, v, g, beta],
+        moved=(size(q, k, v, v, g), 2 * size(q, k, v, g) + size(v)),
+        without=("inductor",),
+        exact=torch.float32,
+    )
+
+
 def ssd(device: str, tokens: int, heads: int = 64, width: int = 64, state: int = 128) -> Problem:
     """Mamba-2's state space dual."""
 
@@ -118,6 +138,7 @@ PROBLEMS = {
     for make, lengths in {
         attention_by_hand: (2048, 4096),
         gated_delta_rule: (2048,),
+        kimi_delta_attention: (1024,),
         ssd: (4096,),
         selective_scan: (2048,),
     }.items()

@@ -22,14 +22,20 @@ import math
 import torch
 from torch import Tensor
 
-from mindspeed_fx.compat import symbols
 from mindspeed_fx.compat.fake import hint
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED, Even
 from mindspeed_fx.cost.operators import SPECIAL, once
 from mindspeed_fx.kernels import triton
-from mindspeed_fx.kernels.base import accumulation_dtype, operator
-from mindspeed_fx.kernels.gated_delta_rule_chunks import SPAN, Block, block_gradients, head_blocks, spans
-from mindspeed_fx.kernels.recurrence import check_shapes, register_gradient
+from mindspeed_fx.kernels.base import operator
+from mindspeed_fx.kernels.gated_delta_rule_chunks import (
+    SPAN,
+    Block,
+    Span,
+    block_gradients,
+    run_backward,
+    run_forward,
+)
+from mindspeed_fx.kernels.recurrence import check_shapes, computed_in, like_bsnd, register_gradient, rows_of_tokens
 
 CHUNK = 64
 """Tokens of a chunk where the caller names none, as the models have it."""
@@ -40,22 +46,11 @@ SCHEMA = (
 )
 
 
-def _wide(*tensors: Tensor | None) -> torch.dtype:
-    """The type that is computed in: float32, or float64 where an argument has it."""
-    dtypes = {accumulation_dtype(x.dtype) for x in tensors if x is not None}
-    return torch.float64 if torch.float64 in dtypes else torch.float32
-
-
-def _like_bsnd(x: Tensor) -> Tensor:
-    """Empty, shaped as x [batch, heads, seq, ...] and stored as [batch, seq, heads, ...]."""
-    return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
-
-
 def fake(q, k, v, g, beta, state, scale, norm_eps=None, chunk=CHUNK):
-    size, wide = (k.shape[3], v.shape[3]), _wide(q, k, v, g, beta, state)
+    size, wide = (k.shape[3], v.shape[3]), computed_in(q, k, v, g, beta, state)
     number = (v.shape[2] + SPAN * chunk - 1) // (SPAN * chunk)
     return (
-        _like_bsnd(v),
+        like_bsnd(v),
         v.new_empty((*v.shape[:2], *size), dtype=wide),
         v.new_empty((*v.shape[:2], number, *size), dtype=wide),
     )
@@ -95,28 +90,18 @@ def gated_delta_rule(
         ValueError: shapes that do not fit, or a chunk of no tokens.
     """
     check(q, k, v, g, beta, state, chunk)
-    out, final, starts = fake(q, k, v, g, beta, state, scale, norm_eps, chunk)
-    for heads in head_blocks(q, v, chunk):
-        start = final[heads.row, heads.values]
-        start = torch.zeros_like(start) if state is None else state[heads.row, heads.values].to(final.dtype)
-        for span in spans(heads, q.shape[2], chunk):
-            starts[heads.row, heads.values, span.number] = start
-            block = Block(span, q, k, v, g, beta, start, scale, norm_eps, final.dtype)
-            result = torch.empty_like(block.u)
-            for i in range(span.chunks):
-                torch.bmm(block.q_decayed[i], start, out=result[i])
-                block.u[i].baddbmm_(block.w[i], start, alpha=-1)
-                start = block.next_state(start, i)
-            result += block.scores() @ block.u
-            span.put(out, heads.values, result)
-        final[heads.row, heads.values] = start
-    return out, final, starts
+    results = fake(q, k, v, g, beta, state, scale, norm_eps, chunk)
+
+    def block_of(span: Span, start: Tensor) -> Block:
+        return Block(span, q, k, v, g, beta, start, scale, norm_eps, results[1].dtype)
+
+    return run_forward(block_of, q, v, state, results, chunk)
 
 
 def fake_backward(grad, grad_state, starts, q, k, v, g, beta, state, scale, norm_eps=None, chunk=CHUNK):
     final = fake(q, k, v, g, beta, state, scale, norm_eps, chunk)[1]
-    dg = v.new_empty(0) if g is None else _like_bsnd(g)
-    return *(_like_bsnd(x) for x in (q, k, v)), dg, _like_bsnd(beta), final if state is None else final.to(state.dtype)
+    dg = v.new_empty(0) if g is None else like_bsnd(g)
+    return *(like_bsnd(x) for x in (q, k, v)), dg, like_bsnd(beta), final if state is None else final.to(state.dtype)
 
 
 @operator(
@@ -132,28 +117,12 @@ def gated_delta_rule_backward(grad, grad_state, starts, q, k, v, g, beta, state,
     What stands inside a chunk is computed again, a span of chunks at a time from the state before it, ``starts``.
     """
     check(q, k, v, g, beta, state, chunk)
-    dq, dk, dv, dg, dbeta, dstate = fake_backward(
-        grad, grad_state, starts, q, k, v, g, beta, state, scale, norm_eps, chunk
-    )
-    wide = starts.dtype
-    for heads in head_blocks(q, v, chunk):
-        dstart = (
-            torch.zeros_like(starts[heads.row, heads.values, 0])
-            if grad_state is None
-            else grad_state[heads.row, heads.values].to(wide)
-        )
-        for span in reversed(spans(heads, q.shape[2], chunk)):
-            start = starts[heads.row, heads.values, span.number]
-            block = Block(span, q, k, v, g, beta, start, scale, norm_eps, wide)
-            dout = span.take(grad, heads.values, wide)
-            gradients, dstart = block_gradients(span, block, dout, dstart)
-            for into, own, x in zip(
-                (dq, dk, dv, dg, dbeta), (heads.keys, heads.keys, *[heads.values] * 3), gradients, strict=True
-            ):
-                if x is not None:
-                    span.put(into, own, x)
-        dstate[heads.row, heads.values] = dstart.to(dstate.dtype)
-    return dq, dk, dv, dg, dbeta, dstate
+    results = fake_backward(grad, grad_state, starts, q, k, v, g, beta, state, scale, norm_eps, chunk)
+
+    def block_of(span: Span, start: Tensor) -> Block:
+        return Block(span, q, k, v, g, beta, start, scale, norm_eps, starts.dtype)
+
+    return run_backward(block_of, block_gradients, (grad, grad_state), starts, q, v, results, chunk)
 
 
 def check(q, k, v, g, beta, state, chunk):
@@ -243,12 +212,6 @@ def backward_cost(out, grad, grad_state, starts, q, k, v, g, beta, state, scale,
 
 
 # --------------------------------------------------------------------------- Triton
-
-
-def rows_of_tokens(x: Tensor) -> Tensor:
-    """x [batch, heads, seq, width] with adjacent elements in a row, as kernels read it: a copy of what a convolution
-    leaves with the sequence last."""
-    return x if symbols.statically_known_true(x.stride(3) == 1) else _like_bsnd(x).copy_(x)
 
 
 def _refuse(q, k, v, g, beta, state, chunk):

@@ -5,7 +5,7 @@ Letters and formulas as at the top of gated_delta_rule.py.
 
 from __future__ import annotations
 
-from typing import Iterator, NamedTuple
+from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 import torch
 from torch import Tensor
@@ -71,6 +71,61 @@ def spans(heads: Heads, seq: int, chunk: int) -> list[Span]:
     return [Span(heads, i, slice(low, min(low + length, seq)), chunk) for i, low in enumerate(lows)]
 
 
+def run_forward(
+    block_of: Callable[[Span, Tensor], Any], q: Tensor, v: Tensor, state: Tensor | None, results: tuple, chunk: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Fills and returns ``results``, the result, the last state and the states before spans, from what ``block_of``
+    tells of a span by its first state: ``u``, which becomes N, ``w``, ``q_decayed``, ``scores()`` and ``next_state()``.
+    """
+    out, final, starts = results
+    for heads in head_blocks(q, v, chunk):
+        start = final[heads.row, heads.values]
+        start = torch.zeros_like(start) if state is None else state[heads.row, heads.values].to(final.dtype)
+        for span in spans(heads, q.shape[2], chunk):
+            starts[heads.row, heads.values, span.number] = start
+            block = block_of(span, start)
+            result = torch.empty_like(block.u)
+            for i in range(span.chunks):
+                torch.bmm(block.q_decayed[i], start, out=result[i])
+                block.u[i].baddbmm_(block.w[i], start, alpha=-1)
+                start = block.next_state(start, i)
+            result += block.scores() @ block.u
+            span.put(out, heads.values, result)
+        final[heads.row, heads.values] = start
+    return results
+
+
+def run_backward(
+    block_of: Callable[[Span, Tensor], Any],
+    gradients_of: Callable[[Any, Tensor, Tensor], tuple[tuple, Tensor]],
+    grads: tuple[Tensor, Tensor | None],
+    starts: Tensor,
+    q: Tensor,
+    v: Tensor,
+    results: Sequence[Tensor],
+    chunk: int,
+) -> Sequence[Tensor]:
+    """Fills and returns ``results``, gradients of q, k, v, g, beta and the first state, from ``grads``, those of the
+    result and of the last state, and the states before spans; ``gradients_of`` a block has those of its first five, or
+    None, and that of its first state."""
+    (grad, grad_state), (*into, dstate) = grads, results
+    for heads in head_blocks(q, v, chunk):
+        dstart = (
+            torch.zeros_like(starts[heads.row, heads.values, 0])
+            if grad_state is None
+            else grad_state[heads.row, heads.values].to(starts.dtype)
+        )
+        of = (heads.keys, heads.keys, *[heads.values] * 3)
+        for span in reversed(spans(heads, q.shape[2], chunk)):
+            block = block_of(span, starts[heads.row, heads.values, span.number])
+            gradients, dstart = gradients_of(block, span.take(grad, heads.values, starts.dtype), dstart)
+            for whole, own, x in zip(into, of, gradients, strict=True):
+                if x is not None:
+                    span.put(whole, own, x)
+        dstate[heads.row, heads.values] = dstart.to(dstate.dtype)
+    return results
+
+
 class Block:
     """What is known of the chunks of a span before its first state is.
 
@@ -78,7 +133,7 @@ class Block:
     """
 
     def __init__(self, span, q, k, v, g, beta, start, scale, norm_eps, wide):
-        self.scale, self.shared = scale, v.shape[1] // q.shape[1]
+        self.scale, self.shared, self.chunks = scale, v.shape[1] // q.shape[1], span.chunks
         self.q, self.q_root = normalize(span.take(q, span.heads.keys, wide), norm_eps)
         self.k, self.k_root = normalize(span.take(k, span.heads.keys, wide), norm_eps)
         self.v, self.beta = span.take(v, span.heads.values, wide), span.take(beta, span.heads.values, wide)
@@ -145,20 +200,20 @@ def normalize_backward(grad: Tensor, x: Tensor, root: Tensor | None) -> Tensor:
     return grad if root is None else (grad - x * (grad * x).sum(-1, keepdim=True)) * root
 
 
-def block_gradients(span, block, dout, dlast):
+def block_gradients(block, dout, dlast):
     """Gradients of q, k, v, g and beta in chunks, and of the first state."""
-    states = block.u.new_empty((span.chunks, *block.start.shape))
+    states = block.u.new_empty((block.chunks, *block.start.shape))
     states[0] = block.start
-    for i in range(span.chunks):
+    for i in range(block.chunks):
         block.u[i].baddbmm_(block.w[i], states[i], alpha=-1)
-        if i + 1 < span.chunks:
+        if i + 1 < block.chunks:
             block.next_state(states[i], i, out=states[i + 1])
     new_v, scores = block.u, block.scores()
     # From here on a chunk's N has the gradient ``dnew_v``; that of its k e^(c_C - c) needs the state's gradient too.
     dnew_v, dk_decayed = scores.transpose(2, 3) @ dout, torch.empty_like(block.k_decayed)
     drest = dlast.new_zeros((*new_v.shape[:2], 1, 1))
     read = block.q_decayed.transpose(2, 3) @ dout
-    for i in reversed(range(span.chunks)):
+    for i in reversed(range(block.chunks)):
         dnew_v[i].baddbmm_(block.k_decayed[i], dlast)
         torch.bmm(new_v[i], dlast.transpose(1, 2), out=dk_decayed[i])
         if block.last is not None:

@@ -18,38 +18,25 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 from mindspeed_fx.compat.fake import hint
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.cost.operators import SPECIAL, once
 from mindspeed_fx.kernels import triton
-from mindspeed_fx.kernels.base import accumulation_dtype, operator
-from mindspeed_fx.kernels.gated_delta_rule import rows_of_tokens
-from mindspeed_fx.kernels.gated_delta_rule_chunks import SPAN, head_blocks, spans
+from mindspeed_fx.kernels.base import operator
+from mindspeed_fx.kernels.gated_delta_rule_chunks import SPAN, Span, run_backward, run_forward
 from mindspeed_fx.kernels.kimi_delta_attention_chunks import CHUNK, Block, block_gradients
-from mindspeed_fx.kernels.recurrence import check_shapes, register_gradient
+from mindspeed_fx.kernels.recurrence import check_shapes, computed_in, like_bsnd, register_gradient, rows_of_tokens
 
 SCHEMA = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? state, float scale, float? norm_eps=None"
 
 
-def _wide(*tensors: Tensor | None) -> torch.dtype:
-    """The type that is computed in: float32, or float64 where an argument has it."""
-    dtypes = {accumulation_dtype(x.dtype) for x in tensors if x is not None}
-    return torch.float64 if torch.float64 in dtypes else torch.float32
-
-
-def _like_bsnd(x: Tensor) -> Tensor:
-    """Empty, shaped as x [batch, heads, seq, ...] and stored as [batch, seq, heads, ...]."""
-    return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
-
-
 def fake(q, k, v, g, beta, state, scale, norm_eps=None):
-    size, wide = (k.shape[3], v.shape[3]), _wide(q, k, v, g, beta, state)
+    size, wide = (k.shape[3], v.shape[3]), computed_in(q, k, v, g, beta, state)
     number = (v.shape[2] + SPAN * CHUNK - 1) // (SPAN * CHUNK)
     return (
-        _like_bsnd(v),
+        like_bsnd(v),
         v.new_empty((*v.shape[:2], *size), dtype=wide),
         v.new_empty((*v.shape[:2], number, *size), dtype=wide),
     )
@@ -86,27 +73,17 @@ def kimi_delta_attention(
         ValueError: shapes that do not fit.
     """
     check(q, k, v, g, beta, state)
-    out, final, starts = fake(q, k, v, g, beta, state, scale, norm_eps)
-    for heads in head_blocks(q, v, CHUNK):
-        start = final[heads.row, heads.values]
-        start = torch.zeros_like(start) if state is None else state[heads.row, heads.values].to(final.dtype)
-        for span in spans(heads, q.shape[2], CHUNK):
-            starts[heads.row, heads.values, span.number] = start
-            block = Block(span, q, k, v, g, beta, start, scale, norm_eps, final.dtype)
-            result = torch.empty_like(block.u)
-            for i in range(span.chunks):
-                torch.bmm(block.q_decayed[i], start, out=result[i])
-                block.u[i].baddbmm_(block.w[i], start, alpha=-1)
-                start = block.next_state(start, i)
-            result += block.scores @ block.u
-            span.put(out, heads.values, result)
-        final[heads.row, heads.values] = start
-    return out, final, starts
+    results = fake(q, k, v, g, beta, state, scale, norm_eps)
+
+    def block_of(span: Span, start: Tensor) -> Block:
+        return Block(span, q, k, v, g, beta, start, scale, norm_eps, results[1].dtype)
+
+    return run_forward(block_of, q, v, state, results, CHUNK)
 
 
 def fake_backward(grad, grad_state, starts, q, k, v, g, beta, state, scale, norm_eps=None):
     final = fake(q, k, v, g, beta, state, scale, norm_eps)[1]
-    return *(_like_bsnd(x) for x in (q, k, v, g, beta)), final if state is None else final.to(state.dtype)
+    return *(like_bsnd(x) for x in (q, k, v, g, beta)), final if state is None else final.to(state.dtype)
 
 
 @operator(
@@ -122,23 +99,12 @@ def kimi_delta_attention_backward(grad, grad_state, starts, q, k, v, g, beta, st
     What stands inside a chunk is computed again, a span of chunks at a time from the state before it, ``starts``.
     """
     check(q, k, v, g, beta, state)
-    *results, dstate = fake_backward(grad, grad_state, starts, q, k, v, g, beta, state, scale, norm_eps)
-    wide = starts.dtype
-    for heads in head_blocks(q, v, CHUNK):
-        dstart = (
-            torch.zeros_like(starts[heads.row, heads.values, 0])
-            if grad_state is None
-            else grad_state[heads.row, heads.values].to(wide)
-        )
-        for span in reversed(spans(heads, q.shape[2], CHUNK)):
-            start = starts[heads.row, heads.values, span.number]
-            block = Block(span, q, k, v, g, beta, start, scale, norm_eps, wide)
-            dout = span.take(grad, heads.values, wide)
-            gradients, dstart = block_gradients(block, dout, dstart)
-            for into, x in zip(results, gradients, strict=True):
-                span.put(into, heads.values, x)
-        dstate[heads.row, heads.values] = dstart.to(dstate.dtype)
-    return *results, dstate
+    results = fake_backward(grad, grad_state, starts, q, k, v, g, beta, state, scale, norm_eps)
+
+    def block_of(span: Span, start: Tensor) -> Block:
+        return Block(span, q, k, v, g, beta, start, scale, norm_eps, starts.dtype)
+
+    return run_backward(block_of, block_gradients, (grad, grad_state), starts, q, v, results, CHUNK)
 
 
 def check(q, k, v, g, beta, state):

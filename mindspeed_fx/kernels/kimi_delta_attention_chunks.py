@@ -32,10 +32,9 @@ class Block:
         self.grow, self.rest = self.c.exp(), (self.c[:, :, -1:] - self.c).exp_()
         self.last = self.grow[:, :, -1].unsqueeze(-1)
         """e^(c_C) [c, n, k_dim, 1]"""
-        self.products, self.scores = pair_products((self.k, self.q), self.k, self.c)
-        diagonal = (self.q * self.k).sum(-1)
-        self.scores.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
-        self.scores *= scale
+        self.products, self.pairs = pair_products((self.k, self.q), self.k, self.c)
+        self.pairs.diagonal(dim1=-2, dim2=-1).copy_((self.q * self.k).sum(-1))
+        self.pairs *= scale
         eye = torch.eye(span.chunk, dtype=wide, device=q.device).expand_as(self.products)
         # LAPACK stores by columns: of the transpose it neither copies what it is given nor turns what it returns.
         transposed = (self.beta * self.products).transpose(2, 3)
@@ -43,6 +42,10 @@ class Block:
         solved = self.inverse * self.beta.transpose(2, 3)
         self.u, self.w = solved @ self.v, solved @ (self.k * self.grow)
         self.k_decayed, self.q_decayed = self.k * self.rest, self.q * self.grow * scale
+
+    def scores(self) -> Tensor:
+        """P [c, n, t, t]"""
+        return self.pairs
 
     def next_state(self, start: Tensor, i: int, out: Tensor | None = None) -> Tensor:
         """The state after chunk i, whose N stands in ``u``, written to ``out`` if that is given."""
@@ -108,7 +111,7 @@ def block_gradients(block: Block, dout: Tensor, dlast: Tensor) -> tuple[tuple[Te
             block.next_state(states[i], i, out=states[i + 1])
     new_v = block.u
     # From here on a chunk's N has the gradient ``dnew_v``; that of its k e^(c_C - c) needs the state's gradient too.
-    dnew_v, dk_decayed = block.scores.transpose(2, 3) @ dout, torch.empty_like(block.k_decayed)
+    dnew_v, dk_decayed = block.scores().transpose(2, 3) @ dout, torch.empty_like(block.k_decayed)
     dkept = torch.empty_like(block.last)  # of e^(c_C), through the state
     read = block.q_decayed.transpose(2, 3) @ dout
     for i in reversed(range(block.chunks)):

@@ -11,11 +11,30 @@ from __future__ import annotations
 from typing import Any, Sequence
 
 import torch
+from torch import Tensor
 
-from mindspeed_fx.kernels.base import LIBRARY
+from mindspeed_fx.compat import symbols
+from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype
 
 
-def check_shapes(name: str, wanted: dict[str, tuple[torch.Tensor | None, Sequence[int]]]) -> None:
+def computed_in(*tensors: Tensor | None) -> torch.dtype:
+    """The type that is computed in: float32, or float64 where an argument has it."""
+    dtypes = {accumulation_dtype(x.dtype) for x in tensors if x is not None}
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def like_bsnd(x: Tensor) -> Tensor:
+    """Empty, shaped as x [batch, heads, seq, ...] and stored as [batch, seq, heads, ...]."""
+    return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+def rows_of_tokens(x: Tensor) -> Tensor:
+    """x [batch, heads, seq, width] with adjacent elements in a row, as kernels read it: a copy of what a convolution
+    leaves with the sequence last."""
+    return x if symbols.statically_known_true(x.stride(3) == 1) else like_bsnd(x).copy_(x)
+
+
+def check_shapes(name: str, wanted: dict[str, tuple[Tensor | None, Sequence[int]]]) -> None:
     """Raises ValueError for the first argument of operator ``name`` that is there and has another shape."""
     for argument, (x, shape) in wanted.items():
         torch._check_value(

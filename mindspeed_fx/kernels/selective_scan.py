@@ -19,8 +19,8 @@ from torch import Tensor
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.cost.operators import SPECIAL, once
 from mindspeed_fx.kernels import triton
-from mindspeed_fx.kernels.base import accumulation_dtype, operator
-from mindspeed_fx.kernels.recurrence import check_shapes, register_gradient
+from mindspeed_fx.kernels.base import operator
+from mindspeed_fx.kernels.recurrence import check_shapes, computed_in, register_gradient
 
 CHUNK = 32
 """Tokens that are computed together: two values for each element of the state and token; half the size of u in states
@@ -32,19 +32,13 @@ SCHEMA = (
 )
 
 
-def _wide(*tensors: Tensor | None) -> torch.dtype:
-    """The type that is computed in: float32, or float64 where an argument has it."""
-    dtypes = {accumulation_dtype(x.dtype) for x in tensors if x is not None}
-    return torch.float64 if torch.float64 in dtypes else torch.float32
-
-
 def _like_bsd(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Empty, shaped as x [batch, channels, seq] and stored as [batch, seq, channels]."""
     return x.new_empty((x.shape[0], x.shape[2], x.shape[1]), dtype=dtype or x.dtype).transpose(1, 2)
 
 
 def fake(u, dt, A, B, C, D, z, bias, state, softplus):
-    wide, size = _wide(u, dt, A, B, C, D, z, bias, state), (u.shape[1], A.shape[1])
+    wide, size = computed_in(u, dt, A, B, C, D, z, bias, state), (u.shape[1], A.shape[1])
     number = (u.shape[2] + CHUNK - 1) // CHUNK
     return (
         _like_bsd(u, wide),

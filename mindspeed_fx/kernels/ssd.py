@@ -20,8 +20,8 @@ from torch import Tensor
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED, Even
 from mindspeed_fx.cost.operators import SPECIAL, once
 from mindspeed_fx.kernels import triton
-from mindspeed_fx.kernels.base import accumulation_dtype, operator
-from mindspeed_fx.kernels.recurrence import check_shapes, register_gradient
+from mindspeed_fx.kernels.base import operator
+from mindspeed_fx.kernels.recurrence import check_shapes, computed_in, register_gradient
 from mindspeed_fx.kernels.ssd_chunks import SPAN, Chunk, chunk_slices, head_blocks
 
 CHUNK = 64
@@ -30,14 +30,8 @@ CHUNK = 64
 SCHEMA = f"Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? state, int chunk={CHUNK}"
 
 
-def _wide(*tensors: Tensor | None) -> torch.dtype:
-    """The type that is computed in: float32, or float64 where an argument has it."""
-    dtypes = {accumulation_dtype(x.dtype) for x in tensors if x is not None}
-    return torch.float64 if torch.float64 in dtypes else torch.float32
-
-
 def fake(x, dt, A, B, C, D, state, chunk=CHUNK):
-    wide, size = _wide(x, dt, A, B, C, D, state), (*x.shape[2:], B.shape[3])
+    wide, size = computed_in(x, dt, A, B, C, D, state), (*x.shape[2:], B.shape[3])
     number = (x.shape[1] + SPAN * chunk - 1) // (SPAN * chunk)
     return (
         x.new_empty(x.shape, dtype=wide),

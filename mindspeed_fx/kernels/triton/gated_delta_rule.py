@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mindspeed_fx.kernels import gated_delta_rule as definition
 from mindspeed_fx.kernels.gated_delta_rule_chunks import SPAN
+from mindspeed_fx.kernels.recurrence import rows_of_tokens
 from mindspeed_fx.kernels.triton.launch import launch, power_of_two, programs
 from mindspeed_fx.kernels.triton.recurrence import (
     EXACT,
@@ -171,7 +172,7 @@ def forward(
     """``mindspeed::gated_delta_rule``."""
     definition.check(q, k, v, g, beta, state, chunk)
     out, final, starts = definition.fake(q, k, v, g, beta, state, scale, norm_eps, chunk)
-    q, k, v = map(definition.rows_of_tokens, (q, k, v))
+    q, k, v = map(rows_of_tokens, (q, k, v))
     sizes = Sizes(q, k, v, g, beta, norm_eps, chunk)
     if not sizes.tiles:
         final.zero_() if state is None else final.copy_(state)

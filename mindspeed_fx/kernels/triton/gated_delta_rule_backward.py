@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mindspeed_fx.kernels import gated_delta_rule as definition
-from mindspeed_fx.kernels.recurrence import check_shapes
+from mindspeed_fx.kernels.recurrence import check_shapes, rows_of_tokens
 from mindspeed_fx.kernels.triton.gated_delta_rule import Sizes, inverse_root, unit_rows
 from mindspeed_fx.kernels.triton.launch import launch, power_of_two, programs
 from mindspeed_fx.kernels.triton.recurrence import (
@@ -233,7 +233,7 @@ def backward(
     check_shapes("gated_delta_rule_backward", wanted)
     results = definition.fake_backward(grad, grad_state, starts, q, k, v, g, beta, state, scale, norm_eps, chunk)
     dq, dk, dv, dg, dbeta, dstate = results
-    q, k, v = map(definition.rows_of_tokens, (q, k, v))
+    q, k, v = map(rows_of_tokens, (q, k, v))
     sizes = Sizes(q, k, v, g, beta, norm_eps, chunk)
     if not sizes.tiles:
         dstate.zero_() if grad_state is None else dstate.copy_(grad_state)

@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mindspeed_fx.kernels import kimi_delta_attention as definition
-from mindspeed_fx.kernels.gated_delta_rule import rows_of_tokens
 from mindspeed_fx.kernels.gated_delta_rule_chunks import SPAN
+from mindspeed_fx.kernels.recurrence import rows_of_tokens
 from mindspeed_fx.kernels.triton.gated_delta_rule import COLUMNS, inverted, tile_tokens
 from mindspeed_fx.kernels.triton.launch import launch, power_of_two, programs
 from mindspeed_fx.kernels.triton.recurrence import (

@@ -16,8 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mindspeed_fx.kernels import kimi_delta_attention as definition
-from mindspeed_fx.kernels.gated_delta_rule import rows_of_tokens
-from mindspeed_fx.kernels.recurrence import check_shapes
+from mindspeed_fx.kernels.recurrence import check_shapes, rows_of_tokens
 from mindspeed_fx.kernels.triton.gated_delta_rule import inverse_root
 from mindspeed_fx.kernels.triton.kimi_delta_attention import (
     PARTED_WARPS,
