@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import operator
 from typing import Any, Callable, Iterator, Sequence
 from unittest import mock
@@ -53,6 +54,17 @@ def remembering_calls() -> Iterator[None]:
 
 _COLLECTIVES = ("all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor", "wait_tensor")
 """Functional collectives that are told how many ranks there are, or need not know it."""
+
+
+@contextlib.contextmanager
+def failures_unlogged() -> Iterator[None]:
+    """Without torch's log of operators that have no value, a traceback each, where who fails is asked again."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 @functools.cache

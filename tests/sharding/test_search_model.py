@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import types
 
 import pytest
@@ -159,3 +160,23 @@ def test_a_shortened_model_finds_the_kinds_of_the_layers_that_it_has():
     assert short[0].seen == [(k, k, i) for i, k in enumerate(kinds) if i not in (2, 6)]
     assert short[0].config.sizes == [3, 5] and short[0].config.window == 4
     assert model[0].config.kinds == kinds and model[0].order == list(range(8)), "the model itself was changed"
+
+
+class Joined(nn.Module):
+    """Runs with all of its layers alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.weights = nn.Parameter(torch.rand(4, 1, 1))
+
+    def forward(self, x):
+        return (torch.stack([layer(x) for layer in self.layers]) * self.weights).sum()
+
+
+def test_a_model_that_does_not_run_shortened_is_traced_whole_without_torchs_log(monkeypatch):
+    logged = []
+    monkeypatch.setattr(logging.getLogger("torch._subclasses.fake_tensor"), "handle", logged.append)
+    problem = trace_model(Joined(), (torch.randn(3, 8),), {})
+    assert any("the model does not run with fewer layers" in note for note in problem.notes), problem.notes
+    assert not logged

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from mindspeed_fx.capture.chosen_rows import ChosenRowsError
-from mindspeed_fx.compat import symbols, tracing
+from mindspeed_fx.compat import fake, symbols, tracing
 from mindspeed_fx.graph.edit import move_to
 from mindspeed_fx.graph.functional_writes import make_writes_functional
 from mindspeed_fx.graph.provenance import module_path
@@ -62,7 +62,8 @@ def trace_model(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], s
     short = repetition(model)
     if short.runs:
         try:
-            return traced(short, contextlib.nullcontext())
+            with fake.failures_unlogged():
+                return traced(short, contextlib.nullcontext())
         except NotRepeated as e:
             why = str(e)
         except (IndexError, KeyError, torch._dynamo.exc.TorchDynamoException, symbols.undecided_by_data()) as e:
