@@ -23,23 +23,17 @@ from torch import Tensor
 from mindspeed_fx.compat.fake import hint
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.cost.operators import SPECIAL, once
-from mindspeed_fx.kernels import triton
+from mindspeed_fx.kernels import gated_delta_rule, triton
 from mindspeed_fx.kernels.base import operator
-from mindspeed_fx.kernels.gated_delta_rule_chunks import SPAN, Span, run_backward, run_forward
+from mindspeed_fx.kernels.gated_delta_rule_chunks import Span, run_backward, run_forward
 from mindspeed_fx.kernels.kimi_delta_attention_chunks import CHUNK, Block, block_gradients
-from mindspeed_fx.kernels.recurrence import check_shapes, computed_in, like_bsnd, register_gradient, rows_of_tokens
+from mindspeed_fx.kernels.recurrence import check_shapes, register_gradient, rows_of_tokens
 
 SCHEMA = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? state, float scale, float? norm_eps=None"
 
 
 def fake(q, k, v, g, beta, state, scale, norm_eps=None):
-    size, wide = (k.shape[3], v.shape[3]), computed_in(q, k, v, g, beta, state)
-    number = (v.shape[2] + SPAN * CHUNK - 1) // (SPAN * CHUNK)
-    return (
-        like_bsnd(v),
-        v.new_empty((*v.shape[:2], *size), dtype=wide),
-        v.new_empty((*v.shape[:2], number, *size), dtype=wide),
-    )
+    return gated_delta_rule.fake(q, k, v, g, beta, state, scale, norm_eps, CHUNK)
 
 
 @operator(f"kimi_delta_attention({SCHEMA}) -> (Tensor, Tensor, Tensor)", fake, opaque=True)
@@ -82,8 +76,7 @@ def kimi_delta_attention(
 
 
 def fake_backward(grad, grad_state, starts, q, k, v, g, beta, state, scale, norm_eps=None):
-    final = fake(q, k, v, g, beta, state, scale, norm_eps)[1]
-    return *(like_bsnd(x) for x in (q, k, v, g, beta)), final if state is None else final.to(state.dtype)
+    return gated_delta_rule.fake_backward(grad, grad_state, starts, q, k, v, g, beta, state, scale, norm_eps, CHUNK)
 
 
 @operator(

@@ -19,9 +19,9 @@ def threads_as_before():
     torch.set_num_threads(before)
 
 
-def tensors(*shape, dtype=torch.float32, **options):
-    """Arguments with keys short enough for states that stay small where they are not normalized."""
-    q, k, *rest = (x if x is None else x.detach() for x in arguments(*shape, **options))
+def tensors(*shape, dtype=torch.float32, make=arguments, **options):
+    """Arguments of ``make`` with keys short enough for states that stay small where they are not normalized."""
+    q, k, *rest = (x if x is None else x.detach() for x in make(*shape, **options))
     return [x if x is None else x.to(dtype) for x in (q, k / k.shape[3] ** 0.5, *rest)]
 
 
@@ -32,9 +32,10 @@ def run(args, scale, eps, chunk, grad=None, grad_state=None):
     return grad, (out, final), ops.delta_tiles_backward(grad, grad_state, starts, *args, scale, eps, chunk)
 
 
-def expected(args, scale, eps, grad, grad_state=None):
+def expected(args, scale, eps, grad, grad_state=None, rule=by_token):
+    """The same of the recurrence in float64; None is the gradient of what is not there."""
     leaves = [x if x is None else x.double().requires_grad_() for x in args]
-    out, final = by_token(*leaves, scale, eps)
+    out, final = rule(*leaves, scale, eps)
     loss = (out * grad.double()).sum() + (0 if grad_state is None else (final * grad_state.double()).sum())
     grads = iter(torch.autograd.grad(loss, [x for x in leaves if x is not None]))
     return (out, final), [None if x is None else next(grads) for x in leaves]

@@ -1,11 +1,15 @@
 """Kimi Delta Attention in tiles on CPU against its definition in float64: values and gradients."""
 
+import functools
+
 import pytest
 import torch
 
 from mindspeed_fx.compat import cpp
 from mindspeed_fx.kernels import kimi_delta_attention as definition
 from mindspeed_fx.kernels.cpu import kimi_delta_attention as in_tiles
+from tests.kernels import test_gated_delta_rule_cpu as sibling
+from tests.kernels.test_gated_delta_rule_cpu import assert_close
 from tests.kernels.test_kimi_delta_attention_operator import arguments, by_token
 
 ops = torch.ops.mindspeed
@@ -19,10 +23,8 @@ def threads_as_before():
     torch.set_num_threads(before)
 
 
-def tensors(*shape, dtype=torch.float32, **options):
-    """Arguments with keys short enough for states that stay small where they are not normalized."""
-    q, k, *rest = (x if x is None else x.detach() for x in arguments(*shape, **options))
-    return [x if x is None else x.to(dtype) for x in (q, k / k.shape[3] ** 0.5, *rest)]
+tensors = functools.partial(sibling.tensors, make=arguments)
+expected = functools.partial(sibling.expected, rule=by_token)
 
 
 def run(args, scale, eps, grad=None, grad_state=None):
@@ -30,22 +32,6 @@ def run(args, scale, eps, grad=None, grad_state=None):
     out, final, starts = ops.kimi_delta_tiles(*args, scale, eps)
     grad = torch.randn_like(out) if grad is None else grad
     return grad, (out, final), ops.kimi_delta_tiles_backward(grad, grad_state, starts, *args, scale, eps)
-
-
-def expected(args, scale, eps, grad, grad_state=None):
-    """The same of the recurrence in float64; None is the gradient of what is not there."""
-    leaves = [x if x is None else x.double().requires_grad_() for x in args]
-    out, final = by_token(*leaves, scale, eps)
-    loss = (out * grad.double()).sum() + (0 if grad_state is None else (final * grad_state.double()).sum())
-    grads = iter(torch.autograd.grad(loss, [x for x in leaves if x is not None]))
-    return (out, final), [None if x is None else next(grads) for x in leaves]
-
-
-def assert_close(have, want, limit):
-    """Each within ``limit`` of the largest element; gradients of what is not there are not looked at."""
-    for h, w in zip(have, want, strict=True):
-        if w is not None:
-            assert h.shape == w.shape and (h.double() - w).abs().max() <= limit * w.abs().max()
 
 
 SHAPES = [

@@ -15,13 +15,10 @@ from torch import Tensor
 from mindspeed_fx.compat import cpp
 from mindspeed_fx.kernels import kimi_delta_attention as definition
 from mindspeed_fx.kernels.base import operator
-from mindspeed_fx.kernels.cpu import gated_delta_rule
 from mindspeed_fx.kernels.cpu.attention_flash import is_empty
+from mindspeed_fx.kernels.cpu.gated_delta_rule import call_kernel, problem
 from mindspeed_fx.kernels.kimi_delta_attention_chunks import CHUNK
 from mindspeed_fx.kernels.recurrence import check_shapes
-
-problem = gated_delta_rule.problem
-call_kernel = gated_delta_rule.call_kernel
 
 
 @operator(f"kimi_delta_tiles({definition.SCHEMA}) -> (Tensor, Tensor, Tensor)", definition.fake, opaque=True)

@@ -11,24 +11,13 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
-from mindspeed_fx.graph import rewrite
-from mindspeed_fx.graph.match import aten
-from mindspeed_fx.passes.base import Context, PassReport, calls, register, rewrite_each
-from mindspeed_fx.passes.fusion.analysis.delta_rule import is_by_channel, is_unit_triangular
-from mindspeed_fx.passes.fusion.emit.delta_rule import replace
+from mindspeed_fx.passes.base import Context, PassReport, register
+from mindspeed_fx.passes.fusion.emit.delta_rule import fuse
 
-NAME, OPERATOR = "fusion.gated_delta_rule", "mindspeed::gated_delta_rule"
-SETTINGS = ("scale", "norm_eps", "chunk")
+NAME = "fusion.gated_delta_rule"
 
 
 @register(NAME)
 def gated_delta_rule(gm: fx.GraphModule, context: Context) -> PassReport:
     """The gated delta rule, unrolled chunk by chunk, becomes one operator."""
-    report = PassReport(NAME)
-    target = torch.ops.mindspeed.gated_delta_rule.default
-    solutions = (
-        n for n in calls(gm, aten.linalg_solve_triangular.default) if is_unit_triangular(n) and not is_by_channel(n)
-    )
-    rewrite_each(report, OPERATOR, solutions, lambda node: replace(gm, node, target, SETTINGS))
-    rewrite.finish(gm)
-    return report
+    return fuse(gm, NAME, torch.ops.mindspeed.gated_delta_rule.default, by_channel=False)

@@ -10,13 +10,26 @@ import torch.fx as fx
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.layout import layout_is_free
 from mindspeed_fx.graph.match import aten
-from mindspeed_fx.passes.base import Miss, Outcome, site
+from mindspeed_fx.passes.base import Miss, Outcome, PassReport, calls, rewrite_each, site
 from mindspeed_fx.passes.fusion.analysis import delta_rule, norms
 
 
-def replace(gm: fx.GraphModule, node: fx.Node, target: Any, settings: tuple[str, ...]) -> Outcome:
-    """The rule whose U is ``node`` becomes a call of ``target`` with its tensors and these of its settings; None where
-    ``node`` is no U."""
+def fuse(gm: fx.GraphModule, name: str, target: Any, by_channel: bool) -> PassReport:
+    """Every rule of ``gm``, with gates of channels or without, becomes a call of ``target``; the report of pass
+    ``name``."""
+    report = PassReport(name)
+    solutions = (
+        n
+        for n in calls(gm, aten.linalg_solve_triangular.default)
+        if delta_rule.is_unit_triangular(n) and delta_rule.is_by_channel(n) == by_channel
+    )
+    rewrite_each(report, target._schema.name, solutions, lambda node: _replace(gm, node, target))
+    rewrite.finish(gm)
+    return report
+
+
+def _replace(gm: fx.GraphModule, node: fx.Node, target: Any) -> Outcome:
+    """The rule whose U is ``node`` becomes a call of ``target``; None where ``node`` is no U."""
     rule = delta_rule.read(node)
     if rule is None:
         return None
@@ -26,6 +39,7 @@ def replace(gm: fx.GraphModule, node: fx.Node, target: Any, settings: tuple[str,
     cast = _cast_of(rule)
     v = rule.v if cast is None else norms.strip_widening(rule.v)
     tensors = (rewrite.build(rule.q), rewrite.build(rule.k), v, rule.g, rule.beta, rule.state)
+    settings = [a.name for a in target._schema.arguments[len(tensors) :]]
     arguments = (*tensors, *(getattr(rule, name) for name in settings))
     both = rewrite.insert(gm, rule.first, target, arguments)
     out = rewrite.insert(gm, rule.first, operator.getitem, (both, 0))
