@@ -28,6 +28,7 @@ from mindspeed_fx.compat import (
     graph_inputs,
     inductor_cache,
     npu,
+    permuted_writes,
 )
 from mindspeed_fx.compat import inductor as inductor_compat
 from mindspeed_fx.cost.hardware import detect
@@ -118,6 +119,7 @@ class Compilation:
             with self._timed("compile"), self._progress(), without_collection(), fake.remembering_calls():
                 copy = graph_inputs.copy_dynamo_graph(gm)
                 inline_regions(copy)
+                permuted_writes.write_by_copy(copy)
                 compiled = self._compile(copy, inputs)
                 graph_inputs.drop_owner(copy)
         except BaseException:
