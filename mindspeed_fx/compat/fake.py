@@ -139,20 +139,28 @@ def take_layouts(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
         if is_fake(value) and is_fake(old) and not has_symbols([old]) and value.stride() != old.stride():
             node.meta["val"] = value
             stale.add(node)
-    for node in list(gm.graph.nodes) if stale else ():
-        known = all("val" in a.meta for a in node.all_input_nodes) and not node.meta.get("unbacked_bindings")
-        if not known or stale.isdisjoint(node.all_input_nodes):
-            continue
-        if isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable:
-            _copy_before_view(gm.graph, node)
-        elif node.target is not operator.getitem:
-            continue
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        with fake_like(node.meta["val"]), torch.no_grad():
-            new = node.target(*args, **kwargs)
-        if _layouts(new) != _layouts(node.meta["val"]) or _storages(new) & _storages(args):
-            node.meta["val"] = new
-            stale.add(node)
+    if stale:
+        follow_layouts(gm, stale)
+
+
+def follow_layouts(gm: fx.GraphModule, stale: set[fx.Node]) -> None:
+    """Recompute the fake value of all that is computed of ``stale``, whose strides are others than they were, under
+    the autocast that is in force there. Where a view is none of the new strides it becomes one of a copy."""
+    with autocast.following_autocast() as follow:
+        for node in list(gm.graph.nodes):
+            known = all("val" in a.meta for a in node.all_input_nodes) and not node.meta.get("unbacked_bindings")
+            if follow(node) or not known or stale.isdisjoint(node.all_input_nodes):
+                continue
+            if isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable:
+                _copy_before_view(gm.graph, node)
+            elif node.target is not operator.getitem:
+                continue
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            with fake_like(node.meta["val"]), torch.no_grad():
+                new = node.target(*args, **kwargs)
+            if _layouts(new) != _layouts(node.meta["val"]) or _storages(new) & _storages(args):
+                node.meta["val"] = new
+                stale.add(node)
 
 
 def _layouts(value: Any) -> list[tuple]:

@@ -57,6 +57,7 @@ PASSES = (
     Entry("canonicalize.autograd_function",      "captured",    1, CLOSE, "spells out custom functions for all below"),
     Entry("fusion.clipped_swiglu",               "captured",    1, CLOSE, "clamps and a gate, before silu takes it"),
     Entry("canonicalize.gelu",                   "captured",    1, CLOSE, "one spelling of GELU for geglu and experts"),
+    Entry("canonicalize.row_layout",             "captured",    1, CLOSE, "before norms, which keep a sum's order"),
     Entry("fusion.layer_norm",                   "captured",    1, CLOSE, "before rms_norm: the same without a mean"),
     Entry("fusion.merged_linear",                "captured",    3, CLOSE, "before what reads the layers it joins"),
     Entry("fusion.one_hot_dispatch",             "captured",    1, CLOSE, "one-hot products become indexed rows"),

@@ -57,6 +57,7 @@ SUPPORTING = (
     "canonicalize.filled_buffers",
     "canonicalize.forward_substitution",
     "canonicalize.gelu",
+    "canonicalize.row_layout",
     "canonicalize.silu",
     "canonicalize.softmax",
     "canonicalize.stacked_rows",

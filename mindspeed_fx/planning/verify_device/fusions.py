@@ -295,6 +295,11 @@ FUSIONS = (
         lambda x, w, cos, sin: _turn(_rms(x, w), cos, sin),
         lambda s, t: (*_heads(s, t, 1), _leaf(t, s.dim), *_angles(s, t)),
     ),
+    Fusion(
+        "canonicalize.row_layout",
+        lambda x, w: F.layer_norm(x.mT + 1, (x.shape[-2],), w),
+        lambda s, t: (_leaf(t, s.batch, s.hidden, s.seq), _leaf(t, s.hidden)),
+    ),
     Fusion("canonicalize.silu", lambda x: x / (1 + torch.exp(-x)), lambda s, t: _hidden(s, t)),
     Fusion(
         "canonicalize.gelu",

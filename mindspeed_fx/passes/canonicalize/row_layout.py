@@ -1,0 +1,115 @@
+"""A sum of which a norm reads rows is stored by rows.
+
+A vision model makes its tokens of a convolution's result, ``conv(x).flatten(2).transpose(1, 2)``, and every sum along
+its residual stream keeps that order: the numbers of one token lie far from each other, every norm reads across the
+memory, and what a fused norm returns is copied back into that order. The first such sum is therefore copied (generated
+code writes it so at once), and the later ones follow it.
+
+Safe because only strides change: what the graph returns gets back those that it had, and where a value made of the sum
+is written in place, or read by a graph that the graph calls, nothing is done.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from mindspeed_fx.compat import fake, tracing
+from mindspeed_fx.graph import match, rewrite
+from mindspeed_fx.graph.match import aten
+from mindspeed_fx.graph.op_sets import is_pointwise
+from mindspeed_fx.passes.base import Context, Outcome, PassReport, register, rewrite_each, site
+
+NAME, OPERATOR = "canonicalize.row_layout", "rows"
+
+NORMS = (aten.layer_norm.default, aten.rms_norm.default)
+MEANS = (aten.mean.dim, aten.var.correction, aten.var_mean.correction)
+
+
+@register(NAME)
+def row_layout(gm: fx.GraphModule, context: Context) -> PassReport:
+    """A sum of which a norm reads rows, and that lies in memory across them, is copied into rows."""
+    report = PassReport(NAME)
+    rewrite_each(report, OPERATOR, list(gm.graph.nodes), lambda node: _rewrite(gm, node))
+    rewrite.finish(gm)
+    return report
+
+
+def _rewrite(gm: fx.GraphModule, node: fx.Node) -> Outcome:
+    if not _lies_across(node) or not any(_reads_rows(user, node) for user in node.users):
+        return None
+    if fake.has_symbols([match.value(node)]):
+        return "its sizes are symbols: generated code chooses the order itself"
+    if why := _refusal(node):
+        return why
+    returned = [n for n in gm.graph.output_node().all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    orders = {n: _order(match.value(n)) for n in returned}
+    outcome, readers = site(OPERATOR, node, [node]), [user for user in node.users if user.op != "output"]
+    rows = rewrite.insert(gm, node.next, aten.contiguous.default, (node,))
+    for reader in readers:
+        reader.replace_input_with(node, rows)
+    fake.follow_layouts(gm, {rows})
+    for result, order in orders.items():
+        if _order(match.value(result)) != order:
+            _return_as(gm, result, order)
+    return outcome
+
+
+def _lies_across(node: fx.Node) -> bool:
+    """Whether ``node`` is computed element by element, and its last dimension is not the one that lies together."""
+    value: Any = node.meta.get("val")
+    if node.op != "call_function" or not is_pointwise(node.target) or not isinstance(value, torch.Tensor):
+        return False
+    if value.dim() < 2:
+        return False
+    return fake.hint(value.shape[-1]) > 1 and _order(value)[-1] != value.dim() - 1
+
+
+def _order(value: Any) -> list[int]:
+    """Dimensions by falling stride; those of one element, whose strides mean nothing, stay where they are."""
+    moved = [d for d in range(value.dim()) if fake.hint(value.shape[d]) > 1]
+    by_stride = iter(sorted(moved, key=lambda d: -fake.hint(value.stride(d))))
+    return [next(by_stride) if d in moved else d for d in range(value.dim())]
+
+
+def _reads_rows(user: fx.Node, node: fx.Node) -> bool:
+    """Whether ``user`` is a norm of the last dimension of ``node``, or what one begins with: a mean, squares."""
+    if match.is_call(user, *NORMS):
+        return user.args[0] is node
+    if match.is_call(user, *MEANS):
+        dims = user.args[1] if len(user.args) > 1 else None
+        return user.args[0] is node and dims in ([-1], [match.value(node).dim() - 1])
+    squares = match.is_call(user, aten.pow.Tensor_Scalar, aten.square.default, *match.MUL, aten.to.dtype)
+    return squares and any(_reads_rows(reader, user) for reader in user.users)
+
+
+def _refusal(node: fx.Node) -> str | None:
+    """Why the strides of ``node``, and of all that is made of it, are not to be changed."""
+    seen, waiting = set[fx.Node](), [node]
+    while waiting:
+        here = waiting.pop()
+        if here in seen:
+            continue
+        seen.add(here)
+        if here.meta.get("mutated"):
+            return f"{here.name}, which is made of it, is written in place"
+        if here.op == "call_function" and tracing.is_higher_order(here.target):
+            return f"{here.name}, a graph of its own, reads what is made of it"
+        waiting += here.users
+    return None
+
+
+def _return_as(gm: fx.GraphModule, result: fx.Node, order: list[int]) -> None:
+    """The graph returns ``result`` with its dimensions in memory in ``order``."""
+    output = gm.graph.output_node()
+    back = sorted(range(len(order)), key=order.__getitem__)
+    packed = result
+    for target, args in (
+        (aten.permute.default, (order,)),
+        (aten.contiguous.default, ()),
+        (aten.permute.default, (back,)),
+    ):
+        packed = rewrite.insert(gm, output, target, (packed, *args))
+    output.replace_input_with(result, packed)
