@@ -2,8 +2,8 @@
 
 A vision model makes its tokens of a convolution's result, ``conv(x).flatten(2).transpose(1, 2)``, and every sum along
 its residual stream keeps that order: the numbers of one token lie far from each other, every norm reads across the
-memory, and what a fused norm returns is copied back into that order. The first such sum is therefore copied (generated
-code writes it so at once), and the later ones follow it.
+memory, and what a fused norm returns is copied back into that order. What the first such sum is made of is therefore
+copied (generated code reads it so at once), and the later ones follow it.
 
 Safe because only strides change: what the graph returns gets back those that it had, and where a value made of the sum
 is written in place, or read by a graph that the graph calls, nothing is done.
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from mindspeed_fx.compat import fake, tracing
+from mindspeed_fx.compat import fake, inductor, tracing
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
 from mindspeed_fx.graph.op_sets import is_pointwise
@@ -30,7 +30,7 @@ MEANS = (aten.mean.dim, aten.var.correction, aten.var_mean.correction)
 
 @register(NAME)
 def row_layout(gm: fx.GraphModule, context: Context) -> PassReport:
-    """A sum of which a norm reads rows, and that lies in memory across them, is copied into rows."""
+    """What a sum is made of that a norm reads in rows, and that lies in memory across them, is copied into rows."""
     report = PassReport(NAME)
     rewrite_each(report, OPERATOR, list(gm.graph.nodes), lambda node: _rewrite(gm, node))
     rewrite.finish(gm)
@@ -38,32 +38,37 @@ def row_layout(gm: fx.GraphModule, context: Context) -> PassReport:
 
 
 def _rewrite(gm: fx.GraphModule, node: fx.Node) -> Outcome:
-    if not _lies_across(node) or not any(_reads_rows(user, node) for user in node.users):
+    if node.op != "call_function" or not is_pointwise(node.target) or not _lies_across(node):
+        return None
+    if not any(_reads_rows(user, node) for user in node.users):
         return None
     if fake.has_symbols([match.value(node)]):
         return "its sizes are symbols: generated code chooses the order itself"
     if why := _refusal(node):
         return why
-    returned = [n for n in gm.graph.output_node().all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-    orders = {n: _order(match.value(n)) for n in returned}
-    outcome, readers = site(OPERATOR, node, [node]), [user for user in node.users if user.op != "output"]
-    rows = rewrite.insert(gm, node.next, aten.contiguous.default, (node,))
-    for reader in readers:
-        reader.replace_input_with(node, rows)
-    fake.follow_layouts(gm, {rows})
+    orders = {n: _order(match.value(n)) for n in gm.graph.output_node().all_input_nodes if _is_tensor(n)}
+    outcome = site(OPERATOR, node, [node])
+    copies = {
+        a: rewrite.insert(gm, node, aten.contiguous.default, (a,)) for a in node.all_input_nodes if _lies_across(a)
+    }
+    for operand, copy in copies.items():
+        node.replace_input_with(operand, copy)
+    fake.follow_layouts(gm, set(copies.values()))
     for result, order in orders.items():
         if _order(match.value(result)) != order:
             _return_as(gm, result, order)
     return outcome
 
 
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
 def _lies_across(node: fx.Node) -> bool:
-    """Whether ``node`` is computed element by element, and its last dimension is not the one that lies together."""
-    value: Any = node.meta.get("val")
-    if node.op != "call_function" or not is_pointwise(node.target) or not isinstance(value, torch.Tensor):
+    """Whether another dimension than the last is the one whose elements lie together."""
+    if not _is_tensor(node) or match.value(node).dim() < 2:
         return False
-    if value.dim() < 2:
-        return False
+    value = match.value(node)
     return fake.hint(value.shape[-1]) > 1 and _order(value)[-1] != value.dim() - 1
 
 
@@ -95,6 +100,8 @@ def _refusal(node: fx.Node) -> str | None:
         seen.add(here)
         if here.meta.get("mutated"):
             return f"{here.name}, which is made of it, is written in place"
+        if _lies_across(here) and not inductor.view_may_leave(here):
+            return f"{here.name}, which is made of it, is returned with its detach()"
         if here.op == "call_function" and tracing.is_higher_order(here.target):
             return f"{here.name}, a graph of its own, reads what is made of it"
         waiting += here.users

@@ -72,6 +72,21 @@ def test_what_reads_the_old_order_gets_its_own(after):
     assert agrees(after=after).counts[NAME] == 1
 
 
+def test_a_residual_sum_stays_one_with_its_norm():
+    """Tokens without positions: the first sum is that of a block."""
+
+    def plain(image, kernel, up, down):
+        x = F.conv2d(image, kernel, stride=4).flatten(2).transpose(1, 2)
+        for _ in range(2):
+            x = block(x, up, down, NORMS["layer_norm"])
+        return F.layer_norm(x, (16,)).square().mean(1)
+
+    report = function_agrees(plain, *inputs())
+    without = function_agrees(plain, *inputs(), disable=[NAME])
+    assert report.counts[NAME] == 1 and NAME not in without.counts
+    assert report.counts["fusion.add_layer_norm"] == without.counts["fusion.add_layer_norm"] == 2
+
+
 def test_what_is_returned_keeps_its_strides():
     given = inputs()
     eager = tokens(*given, after=lambda x: x)
@@ -94,6 +109,11 @@ def test_values_that_are_written_in_place(write, count):
     report = agrees(after=written)
     assert report.counts[NAME] == count
     assert all("is written in place" in s.reason for s in report.skipped(NAME)) and bool(report.skipped(NAME)) != count
+
+
+def test_what_is_returned_with_its_detach_stays():
+    report = agrees(after=lambda x: (x, x.detach()))
+    assert report.counts[NAME] == 0 and "returned with its detach()" in report.skipped(NAME)[0].reason
 
 
 def test_what_a_checkpointed_region_reads_stays():
