@@ -19,8 +19,7 @@ import torch.fx as fx
 from mindspeed_fx.compat import fake, inductor, tracing
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
-from mindspeed_fx.graph.op_sets import is_pointwise
-from mindspeed_fx.passes.base import Context, Outcome, PassReport, register, rewrite_each, site
+from mindspeed_fx.passes.base import Context, Outcome, PassReport, calls, register, rewrite_each, site
 
 NAME, OPERATOR = "canonicalize.row_layout", "rows"
 
@@ -32,15 +31,13 @@ MEANS = (aten.mean.dim, aten.var.correction, aten.var_mean.correction)
 def row_layout(gm: fx.GraphModule, context: Context) -> PassReport:
     """What a sum is made of that a norm reads in rows, and that lies in memory across them, is copied into rows."""
     report = PassReport(NAME)
-    rewrite_each(report, OPERATOR, list(gm.graph.nodes), lambda node: _rewrite(gm, node))
+    rewrite_each(report, OPERATOR, calls(gm, *match.ADD), lambda node: _rewrite(gm, node))
     rewrite.finish(gm)
     return report
 
 
 def _rewrite(gm: fx.GraphModule, node: fx.Node) -> Outcome:
-    if node.op != "call_function" or not is_pointwise(node.target) or not _lies_across(node):
-        return None
-    if not any(_reads_rows(user, node) for user in node.users):
+    if not _lies_across(node) or not any(_reads_rows(user, node) for user in node.users):
         return None
     if fake.has_symbols([match.value(node)]):
         return "its sizes are symbols: generated code chooses the order itself"

@@ -72,19 +72,21 @@ def test_what_reads_the_old_order_gets_its_own(after):
     assert agrees(after=after).counts[NAME] == 1
 
 
-def test_a_residual_sum_stays_one_with_its_norm():
-    """Tokens without positions: the first sum is that of a block."""
+@pytest.mark.parametrize("norm, kind", [("layer_norm", "layer_norm"), ("written out", "rms_norm")])
+def test_norms_and_sums_stay_one(norm, kind):
+    """Tokens without positions: a norm reads them as they are, and the first sum is that of a block."""
 
     def plain(image, kernel, up, down):
         x = F.conv2d(image, kernel, stride=4).flatten(2).transpose(1, 2)
         for _ in range(2):
-            x = block(x, up, down, NORMS["layer_norm"])
-        return F.layer_norm(x, (16,)).square().mean(1)
+            x = block(x, up, down, NORMS[norm])
+        return NORMS[norm](x).square().mean(1)
 
     report = function_agrees(plain, *inputs())
     without = function_agrees(plain, *inputs(), disable=[NAME])
     assert report.counts[NAME] == 1 and NAME not in without.counts
-    assert report.counts["fusion.add_layer_norm"] == without.counts["fusion.add_layer_norm"] == 2
+    assert report.counts[f"fusion.{kind}"] == without.counts[f"fusion.{kind}"] == 3
+    assert report.counts[f"fusion.add_{kind}"] == without.counts[f"fusion.add_{kind}"] == 2
 
 
 def test_what_is_returned_keeps_its_strides():
