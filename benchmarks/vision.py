@@ -88,11 +88,7 @@ def sam() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
 
 
 MODELS = {"siglip": siglip, "sam": sam, "dit": dit}
-RIVALS: dict[str, tuple[str, dict[str, Any]]] = {
-    "inductor": ("inductor", {}),
-    "mindspeed": ("mindspeed", {}),
-    "as stored": ("mindspeed", {"disable": ["canonicalize.row_layout"]}),
-}
+AS_STORED = {"disable": ["canonicalize.row_layout"]}
 
 
 def loss_of(result: Any) -> torch.Tensor:
@@ -105,13 +101,9 @@ def main() -> None:
     for name in args.models.split(","):
         torch.manual_seed(0)
         model, inputs = MODELS[name]()
-        model, inputs, steps = model.to(dtype), {n: v.to(dtype) for n, v in inputs.items()}, {}
-        for rival, (backend, options) in RIVALS.items():
-            torch._dynamo.reset()
-            own = {"options": options} if options else {}
-            compiled = torch.compile(model, backend=backend, **own)
-            steps[rival] = common.training_step(model, compiled, inputs, loss_of)
-            steps[rival]()
+        model, inputs = model.to(dtype), {n: v.to(dtype) for n, v in inputs.items()}
+        steps = common.rivals(model, inputs, loss_of, names=("inductor", "mindspeed"))
+        steps["as stored"] = common.rivals(model, inputs, loss_of, AS_STORED, names=("mindspeed",))["mindspeed"]
         common.race(f"{name}, {args.dtype}, {args.clock} time", model, steps, args.rounds, clock=args.clock)
 
 

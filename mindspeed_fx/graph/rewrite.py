@@ -101,12 +101,9 @@ def substitute(gm: fx.GraphModule, old: fx.Node, new: fx.Node) -> str | None:
     if a.dtype != b.dtype:
         new = insert(gm, place, aten.to.dtype, (new, a.dtype))
     if (order := copy_order(old, value(new))) is not None:
-        back = sorted(range(a.dim()), key=order.__getitem__)
         if order != list(range(a.dim())) and not inductor.view_may_leave(old):
             return "it and its detach() are both returned in an order of dimensions that torch cannot give back"
-        new = insert(gm, place, aten.permute.default, (new, order)) if order != list(range(a.dim())) else new
-        new = insert(gm, place, aten.contiguous.default, (new,))
-        new = insert(gm, place, aten.permute.default, (new, back)) if order != list(range(a.dim())) else new
+        new = packed(gm, place, new, order)
     if value(new).stride() != a.stride():
         for user in old.users:
             user.meta["fresh"] = True
@@ -121,7 +118,20 @@ def copy_order(old: fx.Node, new: torch.Tensor) -> list[int] | None:
     a = value(old)
     if fake.layout(new) == fake.layout(a) or layout_is_free(old, new):
         return None
-    return sorted(range(a.dim()), key=lambda d: (-hint(a.stride(d)), d))
+    return stored_order(a)
+
+
+def stored_order(x: torch.Tensor) -> list[int]:
+    """The dimensions of a tensor, or a fake one, by falling stride."""
+    return sorted(range(x.dim()), key=lambda d: (-hint(x.stride(d)), d))
+
+
+def packed(gm: fx.GraphModule, place: fx.Node, x: fx.Node, order: list[int]) -> fx.Node:
+    """``x`` with its elements packed in memory, its dimensions in ``order`` there, before ``place``."""
+    if order == list(range(len(order))):
+        return insert(gm, place, aten.contiguous.default, (x,))
+    x = insert(gm, place, aten.contiguous.default, (insert(gm, place, aten.permute.default, (x, order)),))
+    return insert(gm, place, aten.permute.default, (x, sorted(range(len(order)), key=order.__getitem__)))
 
 
 def finish(gm: fx.GraphModule) -> None:

@@ -43,7 +43,8 @@ def _rewrite(gm: fx.GraphModule, node: fx.Node) -> Outcome:
         return "its sizes are symbols: generated code chooses the order itself"
     if why := _refusal(node):
         return why
-    orders = {n: _order(match.value(n)) for n in gm.graph.output_node().all_input_nodes if _is_tensor(n)}
+    output = gm.graph.output_node()
+    before = {n: match.value(n) for n in output.all_input_nodes if _is_tensor(n)}
     outcome = site(OPERATOR, node, [node])
     copies = {
         a: rewrite.insert(gm, node, aten.contiguous.default, (a,)) for a in node.all_input_nodes if _lies_across(a)
@@ -51,9 +52,9 @@ def _rewrite(gm: fx.GraphModule, node: fx.Node) -> Outcome:
     for operand, copy in copies.items():
         node.replace_input_with(operand, copy)
     fake.follow_layouts(gm, set(copies.values()))
-    for result, order in orders.items():
-        if _order(match.value(result)) != order:
-            _return_as(gm, result, order)
+    for result, old in before.items():
+        if fake.layout(match.value(result)) != fake.layout(old):
+            output.replace_input_with(result, rewrite.packed(gm, output, result, rewrite.stored_order(old)))
     return outcome
 
 
@@ -62,18 +63,12 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def _lies_across(node: fx.Node) -> bool:
-    """Whether another dimension than the last is the one whose elements lie together."""
+    """Whether the elements of another dimension than the last lie together (of one that is no mere repetition)."""
     if not _is_tensor(node) or match.value(node).dim() < 2:
         return False
-    value = match.value(node)
-    return fake.hint(value.shape[-1]) > 1 and _order(value)[-1] != value.dim() - 1
-
-
-def _order(value: Any) -> list[int]:
-    """Dimensions by falling stride; those of one element, whose strides mean nothing, stay where they are."""
-    moved = [d for d in range(value.dim()) if fake.hint(value.shape[d]) > 1]
-    by_stride = iter(sorted(moved, key=lambda d: -fake.hint(value.stride(d))))
-    return [next(by_stride) if d in moved else d for d in range(value.dim())]
+    value: Any = match.value(node)
+    strides = [fake.hint(s) for n, s in zip(value.shape, value.stride()) if fake.hint(n) > 1]
+    return fake.hint(value.shape[-1]) > 1 and strides[-1] > min((s for s in strides if s), default=0)
 
 
 def _reads_rows(user: fx.Node, node: fx.Node) -> bool:
@@ -103,17 +98,3 @@ def _refusal(node: fx.Node) -> str | None:
             return f"{here.name}, a graph of its own, reads what is made of it"
         waiting += here.users
     return None
-
-
-def _return_as(gm: fx.GraphModule, result: fx.Node, order: list[int]) -> None:
-    """The graph returns ``result`` with its dimensions in memory in ``order``."""
-    output = gm.graph.output_node()
-    back = sorted(range(len(order)), key=order.__getitem__)
-    packed = result
-    for target, args in (
-        (aten.permute.default, (order,)),
-        (aten.contiguous.default, ()),
-        (aten.permute.default, (back,)),
-    ):
-        packed = rewrite.insert(gm, output, target, (packed, *args))
-    output.replace_input_with(result, packed)
