@@ -19,6 +19,7 @@ from mindspeed_fx.compat import (
     inductor_patterns,
     inductor_scheduler,
     structured_trace,
+    vector_random,
 )
 from mindspeed_fx.errors import OptionError
 
@@ -123,7 +124,7 @@ def compile_with_inductor(
     def lower(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         on_host = all(x.device.type == "cpu" for x in example_inputs if isinstance(x, torch.Tensor))
         named = kernel_library.named_in_code() if on_host else contextlib.nullcontext()
-        with named, structured_trace.without_unread_details():
+        with named, vector_random.together(), structured_trace.without_unread_details():
             return compile_fx_inner(graph, example_inputs, **kwargs)
 
     @functools.wraps(compile_fx_inner)

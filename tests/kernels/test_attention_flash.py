@@ -117,6 +117,49 @@ def test_masks_beside_float32(dtype, shape, queries, keys, dims, causal, threads
 
 
 @served
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    st.sampled_from([None, torch.bool, torch.float32]),
+    st.booleans(),
+    st.sampled_from([(4, 4), (4, 1)]),
+    st.sampled_from([1, 64, 130, 200]),
+    st.sampled_from([1, 65, 200]),
+    st.sampled_from([0.0, 3.0]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from([1, 3]),
+)
+def test_dropped_weights(masked, causal, heads, queries, keys, softcap, dtype, threads):
+    """The kernel against the reference, also where the mask, or dropout, leaves a row nothing."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(queries * 1000 + keys)
+    (n, kv), p = heads, 0.3
+    sizes = (n, queries, 24), (kv, keys, 24), (kv, keys, 40), (n, queries, 40)
+    q, k, v, grad = (torch.randn(2, *size).to(dtype) for size in sizes)
+    keep = (torch.rand(2, queries, n, keys) > p).transpose(1, 2)
+    keep[:, 0, queries // 2] = False
+    mask = None if masked is None else torch.randn(2, 1, 1, keys)
+    if masked == torch.bool:
+        mask = mask > 0
+        mask[1] = False
+    elif masked is not None:
+        mask[1] = -1e30  # hides all of a sequence by a number: the weights are uniform
+    options = (mask, causal, 0.2, 0, softcap)
+    out, lse = ops.attention_flash(q, k, v, *options[1:], None, mask, keep, p)
+    have = [
+        out,
+        lse,
+        *ops.attention_flash_backward(grad, q, k, v, out, lse, *options[1:], mask, keep, p),
+    ]
+    wide = [x.double() for x in (q, k, v)]
+    want = ops.attention_dropout(*wide, keep, *options, p)
+    saved = (out.double(), lse.double())  # rounded, of which the gradient is made
+    want += ops.attention_dropout_backward(grad.double(), *wide, *saved, keep, *options, p)
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    for h, w in zip(have, want, strict=True):
+        torch.testing.assert_close(h.double(), w, rtol=tolerance, atol=tolerance)
+
+
+@served
 def test_any_storage_and_gradient():
     q, k, v = (
         torch.randn(2, 4, 16, 70).transpose(2, 3),

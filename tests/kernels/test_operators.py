@@ -136,12 +136,18 @@ def cases():
                 double(2) if sinks else None,
             ),
         )
-    for kv_heads, window, softcap in ((2, 0, 0.0), (1, 2, 1.5)):
+    allowed, added = torch.rand(1, 1, 1, 4) < 0.7, torch.randn(2, 4, 4)
+    for kv_heads, mask, causal, window, softcap in (
+        (2, None, True, 0, 0.0),
+        (1, None, True, 2, 1.5),
+        (1, allowed, False, 0, 0.0),
+        (2, added, True, 0, 1.5),
+    ):
         q, k, v = double(1, 2, 4, 4), double(1, kv_heads, 4, 4), double(1, kv_heads, 4, 3)
         yield (
-            f"attention_dropout-{kv_heads}-{window}",
+            f"attention_dropout-{kv_heads}-{'no' if mask is None else mask.dtype} mask-{causal}-{window}",
             ops.attention_dropout.default,
-            (q, k, v, torch.rand(1, 2, 4, 4) < 0.6, 0.7, window, softcap, 0.4),
+            (q, k, v, torch.rand(1, 2, 4, 4) < 0.6, mask, causal, 0.7, window, softcap, 0.4),
         )
     for smoothing in (0.0, 0.1):
         yield f"cross_entropy-{smoothing}", ops.cross_entropy.default, (double(4, 7), target, -100, smoothing)
@@ -249,8 +255,9 @@ def test_attention_in_blocks_is_the_reference(monkeypatch, seq, kv_heads, v_dim,
         *ops.attention_blocked_backward(grad, q, k, v, out, lse, 0.25, window, softcap),
     ]
     keep, p = torch.rand(3, 4, seq, seq) < 0.7, 0.3
-    out, lse = ops.attention_dropout(q, k, v, keep, 0.25, window, softcap, p)
-    want += [out, lse, *ops.attention_dropout_backward(grad, q, k, v, out, lse, keep, 0.25, window, softcap, p)]
+    options = (None, True, 0.25, window, softcap, p)
+    out, lse = ops.attention_dropout(q, k, v, keep, *options)
+    want += [out, lse, *ops.attention_dropout_backward(grad, q, k, v, out, lse, keep, *options)]
     have += [
         *ops.attention_blocked(q, k, v, 0.25, window, softcap, keep, p),
         *ops.attention_blocked_backward(grad, q, k, v, out, lse, 0.25, window, softcap, keep, p),

@@ -15,6 +15,9 @@ struct Float16 {
 struct Allowed {  // of a mask: what is not allowed is -inf
   uint8_t byte;
 };
+struct Bit {  // of a mask to multiply with: 1, or 0
+  uint8_t byte;
+};
 enum Type : int64_t { FLOAT32, BFLOAT16, FLOAT16, ALLOWED };  // kernels/cpu/attention_flash.py, TYPES
 
 // Calls f with a null pointer to the type.
@@ -42,6 +45,10 @@ void widen(const Float16* from, int64_t n, float* to) {
 
 void widen(const Allowed* from, int64_t n, float* to) {
   for (int64_t i = 0; i < n; ++i) to[i] = from[i].byte ? 0.0f : NEVER;
+}
+
+void widen(const Bit* from, int64_t n, float* to) {
+  for (int64_t i = 0; i < n; ++i) to[i] = from[i].byte ? 1.0f : 0.0f;
 }
 
 void narrow(const float* from, int64_t n, float* to) { std::copy_n(from, n, to); }

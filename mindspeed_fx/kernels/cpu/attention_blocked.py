@@ -60,7 +60,7 @@ def attention_blocked(
         scale: factor on q k^T.
         window: query i sees the last ``window`` keys up to its own; 0 for all.
         softcap: bound on the scores; 0 for none.
-        keep: bool [batch, heads, seq, seq], False where a weight is dropped, or None.
+        keep: bool or uint8 [batch, heads, seq, seq], False or 0 where a weight is dropped, or None.
         p: probability with which weights were dropped: those that are kept are divided by 1 - p.
 
     Returns:

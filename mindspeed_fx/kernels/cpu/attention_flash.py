@@ -1,5 +1,5 @@
 """Flash attention on CPU, computed in float32, from C++ of our own: causal or not, grouped-query, sliding window,
-soft-cap, sinks.
+soft-cap, sinks, dropout.
 
 ATen's flash kernel multiplies tiles with the BLAS, which unpacks its arguments for each tile, goes through 512 keys at
 a time whatever the diagonal leaves of them, and has neither windows nor soft-caps. Here tiles of 64 by 64 are
@@ -19,6 +19,7 @@ from mindspeed_fx.compat import cpp
 from mindspeed_fx.compat.placements import PARTIAL, REPLICATED
 from mindspeed_fx.cost import operators as cost
 from mindspeed_fx.kernels import attention
+from mindspeed_fx.kernels.attention_dropout import attention_dropout, attention_dropout_backward, dropout_strategies
 from mindspeed_fx.kernels.base import operator
 from mindspeed_fx.kernels.sharding import along
 
@@ -33,14 +34,19 @@ TILE = 64
 """Queries and keys of a tile: ``T`` of cpu/flash_attention.cpp."""
 
 
+class _Mask(ctypes.Structure):
+    _fields_ = [*((name, ctypes.c_int64) for name in ("type", "batch", "head", "row")), ("data", ctypes.c_void_p)]
+
+
 class _Problem(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in "batch heads kv_heads queries keys dim v_dim causal".split()),
         *((name, ctypes.c_int64) for name in "window threads gradient_heads type pairs".split()),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
-        *((f"mask_{name}", ctypes.c_int64) for name in ("type", "batch", "head", "row")),
-        ("mask", ctypes.c_void_p),
+        ("kept", ctypes.c_float),
+        ("mask", _Mask),
+        ("keep", _Mask),
     ]
 
 
@@ -56,13 +62,13 @@ def supports(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> str
     return None
 
 
-def _fake(q, k, v, causal, scale, window=0, softcap=0.0, sinks=None, mask=None):
+def _fake(q, k, v, causal, scale, window=0, softcap=0.0, sinks=None, mask=None, keep=None, p=0.0):
     return attention.fake(q, k, v, None, causal, scale)
 
 
 @operator(
     "attention_flash(Tensor q, Tensor k, Tensor v, bool causal, float scale, int window=0, float softcap=0.0, Tensor? "
-    "sinks=None, Tensor? mask=None) -> (Tensor, Tensor)",
+    "sinks=None, Tensor? mask=None, Tensor? keep=None, float p=0.0) -> (Tensor, Tensor)",
     _fake,
     opaque=True,
 )
@@ -76,6 +82,8 @@ def attention_flash(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     mask: Tensor | None = None,
+    keep: Tensor | None = None,
+    p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Attention; arguments and results as those of ``mindspeed::attention``, whose reference runs where
     the kernel cannot.
@@ -91,41 +99,53 @@ def attention_flash(
         sinks: [heads], one more score per head without a value, or None.
         mask: boolean (True: attend) or additive float32, bfloat16 or float16, broadcast to [batch, heads, q_seq,
             kv_seq]; tiles in which a boolean one allows nothing are skipped. Or None.
+        keep: bool or uint8 [batch, heads, q_seq, kv_seq], False or 0 where a weight is dropped, otherwise 1, or None;
+            not beside ``sinks``.
+        p: probability with which weights were dropped: those that are kept are divided by 1 - p.
 
     Returns:
         out [batch, heads, q_seq, v_dim] stored as [batch, q_seq, heads, v_dim]; lse [batch, heads, q_seq].
     """
     if is_empty(q, k, v) or supports(q, k, v, mask) or cpp.function("attention_forward") is None:
+        if keep is not None:
+            return attention_dropout.reference(q, k, v, keep, mask, causal, scale, window, softcap, p)
         return attention.attention.reference(q, k, v, mask, causal, scale, window, softcap, sinks)
     q, k, v = (_rows(x) for x in (q, k, v))
     out, lse = _fake(q, k, v, causal, scale)
     sinks = None if sinks is None else sinks.float().contiguous()
     packed = torch.empty(v.shape[0] * v.shape[1] * v.shape[3] * -(-v.shape[2] // TILE) * TILE, dtype=torch.float32)
-    problem, kept = _problem(q, k, v, causal, scale, window, softcap, mask)
+    problem, _alive = _problem(q, k, v, causal, scale, window, softcap, mask, keep, p)
     _call("attention_forward", problem, q, k, v, out, lse, sinks, packed)
     return out, lse
 
 
-def _fake_backward(grad, q, k, v, out, lse, causal, scale, window=0, softcap=0.0, mask=None):
+def _fake_backward(grad, q, k, v, out, lse, causal, scale, window=0, softcap=0.0, mask=None, keep=None, p=0.0):
     return attention.fake_backward(grad, q, k, v, out, lse, None, causal, scale)
 
 
 @operator(
     "attention_flash_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, bool causal, float "
-    "scale, int window=0, float softcap=0.0, Tensor? mask=None) -> (Tensor, Tensor, Tensor)",
+    "scale, int window=0, float softcap=0.0, Tensor? mask=None, Tensor? keep=None, float p=0.0) -> (Tensor, Tensor, "
+    "Tensor)",
     _fake_backward,
     opaque=True,
 )
-def attention_flash_backward(grad, q, k, v, out, lse, causal, scale, window=0, softcap=0.0, mask=None):
+def attention_flash_backward(
+    grad, q, k, v, out, lse, causal, scale, window=0, softcap=0.0, mask=None, keep=None, p=0.0
+):
     """Gradients (dq, dk, dv) of :func:`attention_flash`, each shaped as its input, stored as [batch, seq, heads,
     dim].
     """
     is_served = not is_empty(grad, q, k, v) and not supports(q, k, v, mask) and grad.dtype == q.dtype
     if not is_served or cpp.function("attention_backward") is None:
+        if keep is not None:
+            return attention_dropout_backward.reference(
+                grad, q, k, v, out, lse, keep, mask, causal, scale, window, softcap, p
+            )
         return attention.attention_backward.reference(grad, q, k, v, out, lse, mask, causal, scale, window, softcap)
     grad, q, k, v, out = (_rows(x) for x in (grad, q, k, v, out))
     dq, dk, dv = _fake_backward(grad, q, k, v, out, lse, causal, scale)
-    problem, kept = _problem(q, k, v, causal, scale, window, softcap, mask)
+    problem, _alive = _problem(q, k, v, causal, scale, window, softcap, mask, keep, p)
     shared = problem.batch * problem.kv_heads < problem.threads and problem.heads != problem.kv_heads
     if not shared and q.dtype == torch.float32:
         _call("attention_backward", problem, grad, q, k, v, out, lse, dq, dk, dv)
@@ -150,9 +170,18 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _problem(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int, softcap: float, mask: Tensor | None
-) -> tuple[_Problem, Tensor | None]:
-    """The arguments, and the mask, which has to live as long as they do."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+    window: int,
+    softcap: float,
+    mask: Tensor | None,
+    keep: Tensor | None,
+    p: float,
+) -> tuple[_Problem, list[Tensor]]:
+    """The arguments, and the masks, which have to live as long as they do."""
     batch, heads, queries, dim = q.shape
     problem = _Problem(
         batch,
@@ -170,14 +199,17 @@ def _problem(
         cpp.multiplies_pairs(),
         scale,
         softcap,
+        1 / (1 - p),
     )
-    if mask is not None:
-        mask = mask.expand(batch, heads, queries, k.shape[2])
-        mask = mask if mask.stride(-1) == 1 else mask.contiguous()
-        problem.mask_type = ALLOWED if mask.dtype == torch.bool else TYPES.index(mask.dtype)
-        problem.mask_batch, problem.mask_head, problem.mask_row, _ = mask.stride()
-        problem.mask = mask.data_ptr()
-    return problem, mask
+    alive = []
+    for m, into in ((mask, problem.mask), (keep, problem.keep)):
+        if m is not None:
+            rows = _rows(m.expand(batch, heads, queries, k.shape[2]))
+            into.type = TYPES.index(rows.dtype) if rows.dtype in TYPES else ALLOWED
+            into.batch, into.head, into.row, _ = rows.stride()
+            into.data = rows.data_ptr()
+            alive.append(rows)
+    return problem, alive
 
 
 def _call(kernel: str, problem: _Problem, *tensors: Tensor | None) -> None:
@@ -190,30 +222,31 @@ def _call(kernel: str, problem: _Problem, *tensors: Tensor | None) -> None:
 
 
 @attention_flash.shard
-def _sharding_rule(q, k, v, causal, scale, window=0, softcap=0.0, sinks=None, mask=None):
+def _sharding_rule(q, k, v, causal, scale, window=0, softcap=0.0, sinks=None, mask=None, keep=None, p=0.0):
     return [
-        ([out, lse], [dq, dk, dv, s, m])
-        for out, lse, dq, dk, dv, m, s, _ in attention.attention_strategies(q, k, mask, causal)
+        ([out, lse], [dq, dk, dv, s, m, kept])
+        for (out, lse, dq, dk, dv, m, s, _), kept in dropout_strategies(q, k, keep, mask, causal)
     ]
 
 
 @attention_flash_backward.shard
-def _sharding_rule_backward(grad, q, k, v, out, lse, causal, scale, window=0, softcap=0.0, mask=None):
+def _sharding_rule_backward(grad, q, k, v, out, lse, causal, scale, window=0, softcap=0.0, mask=None, keep=None, p=0.0):
     results = [
-        (grads, [o, dq, dk, dv, o, s, m])
-        for o, s, dq, dk, dv, m, _, grads in attention.attention_strategies(q, k, mask, causal)
+        (grads, [o, dq, dk, dv, o, s, m, kept])
+        for (o, s, dq, dk, dv, m, _, grads), kept in dropout_strategies(q, k, keep, mask, causal)
     ]
     # Some of the keys are enough, as in attention: the log-sum-exp and the result, of which the kernel makes rowsum(dO
     # * O), are of all.
-    keys = ([PARTIAL, 2, 2], [REPLICATED, REPLICATED, 2, 2, REPLICATED, REPLICATED, along(mask, 3, 4)])
+    masks = [along(m, 3, 4) for m in (mask, keep)]
+    keys = ([PARTIAL, 2, 2], [REPLICATED, REPLICATED, 2, 2, REPLICATED, REPLICATED, *masks])
     return results if causal else [*results, keys]
 
 
 @attention_flash.costs
-def _cost(out, q, k, v, causal, scale, window=0, softcap=0.0, sinks=None, mask=None):
-    return cost.attention(out, q, k, v, causal, sinks, mask, window=window)
+def _cost(out, q, k, v, causal, scale, window=0, softcap=0.0, sinks=None, mask=None, keep=None, p=0.0):
+    return cost.attention(out, q, k, v, causal, sinks, mask, keep, window=window)
 
 
 @attention_flash_backward.costs
-def _backward_cost(out, grad, q, k, v, result, lse, causal, scale, window=0, softcap=0.0, mask=None):
-    return cost.attention(out, q, k, v, causal, grad, result, lse, mask, window=window, backward=True)
+def _backward_cost(out, grad, q, k, v, result, lse, causal, scale, window=0, softcap=0.0, mask=None, keep=None, p=0.0):
+    return cost.attention(out, q, k, v, causal, grad, result, lse, mask, keep, window=window, backward=True)

@@ -25,8 +25,8 @@ struct Mask {  // [batch, heads, queries, keys], the last dimension contiguous, 
 
 struct Problem {
   int64_t batch, heads, kv_heads, queries, keys, dim, v_dim, causal, window, threads, gradient_heads, type, pairs;
-  float scale, softcap;
-  Mask mask;
+  float scale, softcap, kept;  // what dropout multiplies the weights with that it keeps
+  Mask mask, keep;
 };
 
 template <class E>
@@ -152,6 +152,12 @@ bool sees(const Mask& m, int64_t b, int64_t h, const Tile& t) {
   return any;
 }
 
+// to [key, query] = what dropout multiplies the weights of a tile with
+void factors(const Problem& n, int64_t b, int64_t h, const Tile& t, float* to) {
+  const auto* from = static_cast<const Bit*>(n.keep.data) + b * n.keep.batch + h * n.keep.head + t.q0 * n.keep.row + t.k0;
+  transpose(from, n.keep.row, t.nq, t.nk, to, T, n.kept);
+}
+
 // data, strides: q, k, v, out, lse, sinks, packed [batch, kv_heads, tiles of keys, v_dim, T]; sinks may be null.
 template <class E, class M>
 bool forward(const Problem& n, void* const* data, const int64_t* strides) {
@@ -214,6 +220,11 @@ bool forward(const Problem& n, void* const* data, const int64_t* strides) {
             if (started)
               for (int64_t x = 0; x < n.v_dim; ++x)
                 for (int64_t c = 0; c < nq; ++c) sum_v[x * T + c] *= shrink[c];
+            if (n.keep.data) {  // the sum is of all
+              factors(n, b, h, t, copy);
+              for (int64_t y = 0; y < t.nk; ++y)
+                for (int64_t c = 0; c < nq; ++c) s[y * T + c] *= copy[y * T + c];
+            }
             const auto [weights, weights_row] = O::second(s, T, t.nk, nq, weights_copy);
             product(n.v_dim, nq, O::depth(t.nk), packed + ((b * n.kv_heads + h / group) * key_tiles + j) * n.v_dim * T, T, weights, weights_row, sum_v, T, started);
             started = true;
@@ -318,12 +329,18 @@ bool backward(const Problem& n, void* const* data, const int64_t* strides) {
               const auto [values, value_row] = O::first(v.at(b, g / share, t.k0), v.row, t.nk, n.v_dim, reinterpret_cast<M*>(v_copy));
               product(t.nk, nq, n.v_dim, values, value_row, gt, T, ds, T, false);
               score(t);
+              if (n.keep.data) {
+                factors(n, b, h, t, mask);
+                for (int64_t x = 0; x < t.nk * T; ++x) ds[x] *= mask[x];
+              }
               for (int64_t y = 0; y < t.nk; ++y)
                 for (int64_t c = 0; c < nq; ++c) {
                   const float e = exponential(p[y * T + c] - top[c]) * share_of[c];
                   p[y * T + c] = e;
                   ds[y * T + c] = e * (ds[y * T + c] - delta[c]) * n.scale;
                 }
+              if (n.keep.data)
+                for (int64_t x = 0; x < t.nk * T; ++x) p[x] *= mask[x];
               if (n.softcap)
                 for (int64_t x = 0; x < t.nk * T; ++x) ds[x] *= bend[x];
               const bool first = !may_skip && h == g * group && i == (n.causal ? j : 0);  // of the queries that see these keys

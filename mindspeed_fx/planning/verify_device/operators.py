@@ -157,8 +157,10 @@ def _attention(m: Maker) -> Losses:
     ):
         yield ops.varlen_attention(q, k, v, document, ends, causal, 0.3, window)[0] ** 2
     kept = torch.rand(b, n, s, s) < 0.7
-    yield ops.attention_dropout(q, k, v, kept, 0.3, 2, 1.5, 0.3)[0] ** 2
-    yield ops.attention_dropout(q, k, v, kept, 0.3, 0, 0.0, 0.3)[0] ** 2
+    yield ops.attention_dropout(q, k, v, kept, None, True, 0.3, 2, 1.5, 0.3)[0] ** 2
+    yield ops.attention_dropout(q, k, v, kept, None, True, 0.3, 0, 0.0, 0.3)[0] ** 2
+    for mask in (keep, m.randn(b, 1, 1, s, grad=False)):
+        yield ops.attention_dropout(q, k, v, kept, mask, False, 0.3, 0, 0.0, 0.3)[0] ** 2
     for mask in (torch.rand(b, 1, s, s) < 0.3, torch.rand(1, n, 1, s) < 0.3):
         yield ops.scaled_masked_softmax(m.randn(b, n, s, s), mask, 0.3) ** 2
 

@@ -39,8 +39,8 @@ def same_numbers(f, *inputs, tolerance=1e-9, **options):
     return explain(f, *inputs, **options)
 
 
-def masked(scores):
-    return scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
+def masked(scores, number=float("-inf")):
+    return scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), number)
 
 
 SPELLINGS = {
@@ -59,7 +59,33 @@ SPELLINGS = {
     "float32 softmax": lambda q, k, v: (
         F.dropout(masked(q @ k.mT).softmax(-1, dtype=torch.float32).to(q.dtype), 0.4) @ v
     ),
+    "not causal": lambda q, k, v: F.dropout((q @ k.mT).softmax(-1), 0.5) @ v,
+    "sdpa, not causal": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.1),
+    "fewer queries": lambda q, k, v: F.scaled_dot_product_attention(q[:, :, :3], k, v, dropout_p=0.1, is_causal=True),
+    "padding is added": lambda q, k, v: (
+        F.dropout((q @ k.mT * 0.3 + (1.0 - padding()) * torch.finfo(q.dtype).min).softmax(-1), 0.2) @ v
+    ),
+    "padding is set": lambda q, k, v: (
+        F.dropout((q @ k.mT).masked_fill(padding() == 0, float("-inf")).softmax(-1), 0.2) @ v
+    ),
+    "padding of all is set to a number": lambda q, k, v: (
+        F.dropout((q @ k.mT).masked_fill(padding(0) == 0, -10000.0).softmax(-1), 0.2) @ v
+    ),
+    "distances beside padding of all": lambda q, k, v: (
+        F.dropout((q @ k.mT + distances()).masked_fill(padding(0) == 0, -10000.0).softmax(-1), 0.2) @ v
+    ),
+    "sdpa, padding": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, padding() > 0, dropout_p=0.2),
 }
+
+
+def distances():
+    return -(torch.arange(6)[:, None] - torch.arange(6)).abs().double()
+
+
+def padding(first=1):
+    """Two sequences, of which ``first`` and four tokens count."""
+    lengths = torch.tensor([first, 4])
+    return (torch.arange(6) < lengths[:, None]).double()[:, None, None, :]
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
@@ -112,11 +138,19 @@ def test_the_order_in_which_numbers_are_drawn_is_kept():
 @pytest.mark.parametrize(
     "f, reason",
     [
-        (lambda q, k, v: F.dropout((q @ k.mT).softmax(-1), 0.5) @ v, "causal masks, windows and soft-caps only"),
-        (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.1), "causal masks"),
         (
-            lambda q, k, v: F.scaled_dot_product_attention(q[:, :, :3], k, v, dropout_p=0.1, is_causal=True),
-            "equal and fixed",
+            lambda q, k, v: F.dropout((q @ k.mT + q.sum(-1, keepdim=True)).softmax(-1), 0.5) @ v,
+            "with an additive mask that needs a gradient: no operator has both",
+        ),
+        (
+            lambda q, k, v: F.dropout(masked((q @ k.mT).masked_fill(padding(0) == 0, -1e9), -1e9).softmax(-1), 0.5) @ v,
+            "with rows that a mask hides whole beside a causal one",
+        ),
+        (
+            lambda q, k, v: (
+                F.dropout(torch.cat([q @ k.mT, q.new_zeros(2, 4, 6, 1)], -1).softmax(-1)[..., :-1], 0.5) @ v
+            ),
+            "with sinks: no kernel on cpu has both",
         ),
         (lambda q, k, v: F.dropout(F.dropout(masked(q @ k.mT).softmax(-1), 0.5), 0.1) @ v, "twice"),
         (lambda q, k, v: F.dropout(masked((k @ q.mT).mT).softmax(-1), 0.5) @ v, None),

@@ -13,6 +13,7 @@ from mindspeed_fx.compat import dispatcher
 from mindspeed_fx.compat.symbols import statically_known_true
 from mindspeed_fx.graph import match, rewrite
 from mindspeed_fx.graph.match import aten
+from mindspeed_fx.kernels.attention_dropout import attention_dropout
 from mindspeed_fx.kernels.attention_seeded import attention_seeded
 from mindspeed_fx.kernels.cpu import attention_flash
 from mindspeed_fx.kernels.varlen_attention import varlen_attention
@@ -24,10 +25,11 @@ from mindspeed_fx.passes.fusion.emit import alibi as alibi_emit
 from mindspeed_fx.passes.fusion.emit import fully_masked_rows, packed_sequences, sdpa
 from mindspeed_fx.passes.fusion.emit.attention_operands import operands, put
 
-DROPOUT_ROWS = 256
-"""Attention with dropout is left to generated code below this many rows: there it was measured as fast (128 rows 1.0 in
-float32, 1.4 in bfloat16; 256 rows 0.71 and 0.96; 1024 rows 0.56 and 0.67 of its time, forward and backward on one
-core)."""
+DROPOUT_ROWS, DROPOUT_MASKED_ROWS = 256, 512
+"""Attention with dropout is left to generated code below this many rows, and in float32 with a mask below this many
+(benchmarks/dropout.py, forward and backward on one core, of the time of generated code: float32 128 rows 0.97 to 1.04,
+256 rows 0.80 to 0.97, 512 rows 0.50 to 0.68; with a mask 128 and 256 rows 1.2, 512 rows 0.79; bfloat16 256 rows 0.47 to
+0.93)."""
 
 TRAINED = "0.69 of the time at 256 rows, 0.81 to 0.83 at 512"
 """Of attention with a bias that is trained, unfused in generated code: forward and backward in float32, 2 x 8 heads of
@@ -53,7 +55,9 @@ def emitter(name: str, context: Context, notes: list[str]) -> Emit:
     dropping = (
         functools.partial(_emit_seeded, parallelized=context.plan is not None)
         if npu
-        else functools.partial(_emit_dropout, name=name, least=DROPOUT_ROWS if generated else 1)
+        else functools.partial(
+            _emit_dropout, name=name, generated=generated, uniform=context.options.codegen == "inductor"
+        )
     )
     if context.options.target == "cuda":
         return functools.partial(sdpa.emit, notes=notes)
@@ -264,20 +268,26 @@ def _emit_dropout(
     causal: bool,
     window: int,
     name: str,
-    least: int,
+    generated: bool,
+    uniform: bool,
 ) -> list[fx.Node]:
     """``mindspeed::attention_dropout`` in the place of ``root``, its mask drawn where the model drops."""
     (q, k, _), drop, p = (match.value(x) for x in qkv), scores.drop, scores.p
     what = f"dropout of {p} on the attention weights"
     rows, keys = q.shape[2], k.shape[2]
-    if m is not None or not causal or scores.sinks is not None:
-        why = "with sinks" if scores.sinks is not None else "of an attention that is not causal"
-        if m is not None:
-            why = "with a mask that is not known while compiling to be causal or a window (what a buffer holds is not)"
-        raise Miss(f"{what} {why}: the kernel takes causal masks, windows and soft-caps only")
-    if not all(isinstance(n, int) for n in (*q.shape, rows, keys)) or rows != keys:
-        raise Miss(f"{what}: the kernel takes equal and fixed sequence lengths of queries and keys only")
-    if rows < least:
+    if scores.sinks is not None:
+        raise Miss(f"{what} with sinks: no kernel on cpu has both")
+    if m is not None and m.meta["needs_grad"]:
+        raise Miss(f"{what}, with an additive mask that needs a gradient: no operator has both")
+    if visible_rows is not None and causal:
+        raise Miss(
+            f"{what}, with rows that a mask hides whole beside a causal one: the model drops weights of keys that the "
+            "kernel does not see"
+        )
+    if not all(isinstance(n, int) for n in (*q.shape, rows, keys)):
+        raise Miss(f"{what}: the kernel takes fixed sequence lengths of queries and keys only")
+    least = DROPOUT_ROWS if m is None or q.dtype.itemsize < 4 else DROPOUT_MASKED_ROWS
+    if generated and rows < least:
         raise Miss(
             f'{what}: generated code is as fast below {least} rows, and here are {rows}; put "{name}" in enable to '
             "fuse all the same"
@@ -290,12 +300,43 @@ def _emit_dropout(
         not match.value(drop.args[0]).is_contiguous() or match.value(drop).numel() != math.prod(shape)
     ):
         raise Miss(f"{what}: the weights are not stored row by row, so that other numbers would be drawn")
-    empty = rewrite.insert(gm, drop, aten.empty.memory_format, (weights,), {"dtype": torch.bool, "device": q.device})
-    keep = rewrite.insert(gm, drop, aten.bernoulli.p, (empty, 1 - p))
+    if visible_rows is not None:
+        qkv, m = _with_uniform_rows(gm, root, qkv, m, visible_rows)
+    settings = (m, causal, scores.scale, window, scores.softcap, p)
+    if generated:
+        fake = match.value(qkv[0]).new_empty(shape, dtype=torch.bool)
+        kernel, reasons = attention_dropout.choose("cpu", fx.map_arg((*qkv, fake, *settings), match.value), {})
+        if kernel is None:
+            raise Miss(f"{what}: {'; '.join(reasons)}")
+    keep = _kept(gm, drop, weights, p, uniform)  # whoever draws comes after the last refusal
     keep = keep if weights == shape else rewrite.insert(gm, root, aten.reshape.default, (keep, shape))
-    both = rewrite.insert(
-        gm, root, torch.ops.mindspeed.attention_dropout.default, (*qkv, keep, scores.scale, window, scores.softcap, p)
-    )
+    both = rewrite.insert(gm, root, attention_dropout.overload, (*qkv, keep, *settings))
     return _without_drop(
         gm, root, scores, put(gm, root, scores, rewrite.insert(gm, root, match.operator.getitem, (both, 0)))
     )
+
+
+def _kept(gm: fx.GraphModule, drop: fx.Node, shape: list[int], p: float, uniform: bool) -> fx.Node:
+    """True, or 1, where the model keeps a weight, of the numbers that its dropout draws: ATen's own, or ``uniform``
+    ones as in generated code, which makes them in vectors and is slow with bools (partition/masks.py)."""
+    device = match.value(drop).device
+    if uniform:
+        numbers = rewrite.insert(gm, drop, aten.rand.default, (shape,), {"dtype": torch.float32, "device": device})
+        keep = rewrite.insert(gm, drop, aten.gt.Scalar, (numbers, p))
+        return functools.reduce(
+            lambda x, dtype: rewrite.insert(gm, drop, aten.to.dtype, (x, dtype)), (torch.float32, torch.uint8), keep
+        )
+    empty = rewrite.insert(gm, drop, aten.empty.memory_format, (shape,), {"dtype": torch.bool, "device": device})
+    return rewrite.insert(gm, drop, aten.bernoulli.p, (empty, 1 - p))
+
+
+def _with_uniform_rows(
+    gm: fx.GraphModule, root: fx.Node, qkv: tuple, m: fx.Node, visible_rows: fx.Node
+) -> tuple[tuple, fx.Node]:
+    """Queries, keys, values and mask with which the rows that a mask hides whole, whose scores the model sets to one
+    number, have scores of zero: the weights are uniform as well, and queries and keys get no gradient."""
+    q, k, v = qkv
+    q = rewrite.insert(gm, root, aten.where.ScalarOther, (visible_rows, q, 0.0))
+    if match.value(m).dtype != torch.bool:
+        m = rewrite.insert(gm, root, aten.where.ScalarOther, (visible_rows, m, 0.0))
+    return (q, k, v), m
