@@ -1,6 +1,6 @@
 """Part of :mod:`mindspeed_fx.compat`: Inductor's uniform numbers on the CPU, a vector at a time.
 
-Inductor (2.11 to 2.14) writes loops of vectors, but asks for the numbers of a vector one by one: Philox is ten rounds
+Inductor (2.11 to 2.13) writes loops of vectors, but asks for the numbers of a vector one by one: Philox is ten rounds
 of two products for each, of which a dropout of attention weights asks for millions. Here the rounds of all lanes are
 made together; the numbers are the same, bit for bit (tests/compat/test_vector_random.py). Source: Salmon et al. 2011,
 "Parallel random numbers: as easy as 1, 2, 3"; ATen/core/PhiloxRNGEngine.h; ``normalized_rand_cpu`` of Inductor's

@@ -26,7 +26,7 @@ from mindspeed_fx.passes.fusion.emit import fully_masked_rows, packed_sequences,
 from mindspeed_fx.passes.fusion.emit.attention_operands import operands, put
 
 DROPOUT_ROWS, DROPOUT_MASKED_ROWS = 256, 512
-"""Attention with dropout is left to generated code below this many rows, and in float32 with a mask below this many
+"""Attention with dropout is left to generated code below this many rows, and below this many in float32 with a mask
 (benchmarks/dropout.py, forward and backward on one core, of the time of generated code: float32 128 rows 0.97 to 1.04,
 256 rows 0.80 to 0.97, 512 rows 0.50 to 0.68; with a mask 128 and 256 rows 1.2, 512 rows 0.79; bfloat16 256 rows 0.47 to
 0.93)."""
