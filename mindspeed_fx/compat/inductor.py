@@ -13,13 +13,13 @@ import torch.fx as fx
 from mindspeed_fx.compat import (
     backward_writes,
     called_graphs,
+    cpu_code,
     fake,
     graph_inputs,
     inductor_cache,
     inductor_patterns,
     inductor_scheduler,
     structured_trace,
-    vector_random,
 )
 from mindspeed_fx.errors import OptionError
 
@@ -108,8 +108,6 @@ def compile_with_inductor(
     from torch._inductor import exc
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    from mindspeed_fx.compat import kernel_library  # imports Inductor
-
     inductor_cache.leave_untrusted_cache()
     _mend_forks()
     inductor_patterns.keep_dtype_of_running_sums()
@@ -122,9 +120,7 @@ def compile_with_inductor(
 
     @functools.wraps(compile_fx_inner)
     def lower(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        on_host = all(x.device.type == "cpu" for x in example_inputs if isinstance(x, torch.Tensor))
-        named = kernel_library.named_in_code() if on_host else contextlib.nullcontext()
-        with named, vector_random.together(), structured_trace.without_unread_details():
+        with cpu_code.written(example_inputs), structured_trace.without_unread_details():
             return compile_fx_inner(graph, example_inputs, **kwargs)
 
     @functools.wraps(compile_fx_inner)

@@ -19,7 +19,7 @@ SIZES = {  # batch, sequence, heads, heads of keys, head width, hidden size
     "ones": (1, 1, 1, 1, 2, 2),
 }
 
-TRAINED = {"mindspeed.qk_norm_rope": 2}
+TRAINED = {"mindspeed.qk_norm_rope": 2, "mindspeed.attention_dropout": 3}
 """Operator -> its first arguments, which alone have gradients."""
 
 
