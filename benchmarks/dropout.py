@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import common
+from benchmarks.whole_models import Loss
 
 warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)
@@ -46,17 +47,6 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 UNFUSED, FUSED = {"disable": ["fusion.attention"]}, {"enable": ["fusion.attention"]}
-
-
-class Loss(torch.nn.Module):
-    """What a training loop compiles: nothing but the loss leaves."""
-
-    def __init__(self, model: torch.nn.Module):
-        super().__init__()
-        self.model = model
-
-    def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
-        return self.model(**inputs).loss
 
 
 class Attention(torch.nn.Module):

@@ -10,7 +10,12 @@ from mindspeed_fx.compat import dispatcher, symbols
 from mindspeed_fx.kernels.attention import attention, attention_backward, by_row, stored_bsnd
 from mindspeed_fx.kernels.base import accumulation_dtype
 from mindspeed_fx.kernels.cpu import attention_flash
-from mindspeed_fx.kernels.cpu.attention_blocked import SEQUENCE, attention_blocked, attention_blocked_backward
+from mindspeed_fx.kernels.cpu.attention_blocked import (
+    SEQUENCE,
+    attention_blocked,
+    attention_blocked_backward,
+    supports_blocks,
+)
 
 aten = torch.ops.aten
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -23,9 +28,7 @@ def _own_supports(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=Non
 
 
 def _own_backward_supports(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):
-    if grad.dtype != q.dtype:
-        return f"a gradient of type {grad.dtype}"
-    return _own_supports(q, k, v, mask, causal, scale, window, softcap)
+    return attention_flash.supports_backward(grad, q, k, v, mask)
 
 
 @attention.lower("cpu")("flash attention in C++", _own_supports)
@@ -102,11 +105,7 @@ def _short_supports(grad, q, k, v, out, lse, mask, causal, scale, window=0, soft
 
 
 def _blocked_supports(q, k, v, mask, causal, scale, window=0, softcap=0.0, sinks=None):
-    if mask is not None or not causal or sinks is not None:
-        return "more than a causal mask, a window and a soft-cap"
-    if any(isinstance(x.shape[2], torch.SymInt) for x in (q, k)) or q.shape[2] != k.shape[2]:
-        return "sequence lengths of queries and keys are not fixed and equal"
-    return None
+    return supports_blocks(q, k, mask, causal and sinks is None)
 
 
 def _blocked_backward_supports(grad, q, k, v, out, lse, mask, causal, scale, window=0, softcap=0.0):

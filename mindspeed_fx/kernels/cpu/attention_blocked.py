@@ -31,6 +31,15 @@ SEQUENCE = range(320, 1024)
 aten = torch.ops.aten
 
 
+def supports_blocks(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> str | None:
+    """Why the blocks cannot run on these, real or fake; None when they can."""
+    if mask is not None or not causal:
+        return "more than a causal mask, a window and a soft-cap"
+    if any(isinstance(x.shape[2], torch.SymInt) for x in (q, k)) or q.shape[2] != k.shape[2]:
+        return "sequence lengths of queries and keys are not fixed and equal"
+    return None
+
+
 def _fake(q, k, v, scale, window=0, softcap=0.0, keep=None, p=0.0):
     return attention.fake(q, k, v, None, True, scale)
 

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from mindspeed_fx.kernels.attention_dropout import attention_dropout, attention_dropout_backward
 from mindspeed_fx.kernels.cpu import attention_flash
-from mindspeed_fx.kernels.cpu.attention_blocked import attention_blocked, attention_blocked_backward
+from mindspeed_fx.kernels.cpu.attention_blocked import attention_blocked, attention_blocked_backward, supports_blocks
 
 
 def _own_supports(q, k, v, keep, mask, *settings):
-    return attention_flash.supports(q, k, v, mask)
-
-
-def _own_backward_supports(grad, q, k, v, out, lse, keep, mask, *settings):
-    if grad.dtype != q.dtype:
-        return f"a gradient of type {grad.dtype}"
     return attention_flash.supports(q, k, v, mask)
 
 
@@ -22,7 +16,10 @@ def _own(q, k, v, keep, mask, causal, scale, window, softcap, p):
     return attention_flash.attention_flash.overload(q, k, v, causal, scale, window, softcap, None, mask, keep, p)
 
 
-@attention_dropout_backward.lower("cpu")("flash attention backward in C++", _own_backward_supports)
+@attention_dropout_backward.lower("cpu")(
+    "flash attention backward in C++",
+    lambda grad, q, k, v, out, lse, keep, mask, *settings: attention_flash.supports_backward(grad, q, k, v, mask),
+)
 def _own_backward(grad, q, k, v, out, lse, keep, mask, causal, scale, window, softcap, p):
     return attention_flash.attention_flash_backward.overload(
         grad, q, k, v, out, lse, causal, scale, window, softcap, mask, keep, p
@@ -30,12 +27,7 @@ def _own_backward(grad, q, k, v, out, lse, keep, mask, causal, scale, window, so
 
 
 def _blocked_supports(q, k, v, keep, mask, causal, *settings):
-    if mask is not None or not causal:
-        return "more than a causal mask, a window and a soft-cap"
-    sizes = (q.shape[2], k.shape[2])
-    if not all(isinstance(s, int) for s in sizes) or sizes[0] != sizes[1]:
-        return "sequence lengths of queries and keys are not fixed and equal"
-    return None
+    return supports_blocks(q, k, mask, causal)
 
 
 @attention_dropout.lower("cpu")("attention in blocks of rows", _blocked_supports)

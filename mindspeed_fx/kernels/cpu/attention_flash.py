@@ -62,6 +62,11 @@ def supports(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> str
     return None
 
 
+def supports_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> str | None:
+    """As :func:`supports`, of the backward."""
+    return f"a gradient of type {grad.dtype}" if grad.dtype != q.dtype else supports(q, k, v, mask)
+
+
 def _fake(q, k, v, causal, scale, window=0, softcap=0.0, sinks=None, mask=None, keep=None, p=0.0):
     return attention.fake(q, k, v, None, causal, scale)
 
@@ -136,8 +141,7 @@ def attention_flash_backward(
     """Gradients (dq, dk, dv) of :func:`attention_flash`, each shaped as its input, stored as [batch, seq, heads,
     dim].
     """
-    is_served = not is_empty(grad, q, k, v) and not supports(q, k, v, mask) and grad.dtype == q.dtype
-    if not is_served or cpp.function("attention_backward") is None:
+    if is_empty(grad, q, k, v) or supports_backward(grad, q, k, v, mask) or cpp.function("attention_backward") is None:
         if keep is not None:
             return attention_dropout_backward.reference(
                 grad, q, k, v, out, lse, keep, mask, causal, scale, window, softcap, p

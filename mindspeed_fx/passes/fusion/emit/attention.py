@@ -27,9 +27,9 @@ from mindspeed_fx.passes.fusion.emit.attention_operands import operands, put
 
 DROPOUT_ROWS, DROPOUT_MASKED_ROWS = 256, 512
 """Attention with dropout is left to generated code below this many rows, and below this many in float32 with a mask
-(benchmarks/dropout.py, forward and backward on one core, of the time of generated code: float32 128 rows 0.97 to 1.04,
-256 rows 0.80 to 0.97, 512 rows 0.50 to 0.68; with a mask 128 and 256 rows 1.2, 512 rows 0.79; bfloat16 256 rows 0.47 to
-0.93)."""
+(of the time of generated code, forward and backward on one core, float32: 128 rows 0.94 to 1.04, 512 rows 0.53 to 0.74,
+with a mask 1.18 and 0.78, benchmarks/results/2026-11-30-dropout.txt; by an earlier script 256 rows 0.80 to 0.97, with a
+mask 1.2, and bfloat16 256 rows 0.47 to 0.93)."""
 
 TRAINED = "0.69 of the time at 256 rows, 0.81 to 0.83 at 512"
 """Of attention with a bias that is trained, unfused in generated code: forward and backward in float32, 2 x 8 heads of
