@@ -29,6 +29,7 @@ from mindspeed_fx.compat import (
     inductor_cache,
     npu,
     permuted_writes,
+    unread_regions,
 )
 from mindspeed_fx.compat import inductor as inductor_compat
 from mindspeed_fx.cost.hardware import detect
@@ -372,3 +373,4 @@ dynamo.keep_contexts_over_jumps()
 dynamo.skip_guards_on_empty_hooks()
 dynamo.tell_compiling_from_export()
 dynamo.while_compiling(mindspeed, without_collection)
+unread_regions.guard()

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from mindspeed_fx.backend import Compilation
 from mindspeed_fx.capture.regions import inline_regions
 from mindspeed_fx.compat.graph_inputs import copy_dynamo_graph
 from mindspeed_fx.planning.simulate import simulate
@@ -128,9 +129,10 @@ class Layers(torch.nn.Module):
             def __init__(self):
                 super().__init__()
                 self.linear, self.act = torch.nn.Linear(8, 8, dtype=torch.float64), torch.nn.SiLU()
+                self.drop, self.scale, self.times = torch.nn.Dropout(0.2), 1.0, 1
 
             def forward(self, x):
-                return x + self.act(self.linear(x))
+                return x + self.drop(self.act(self.linear(x))) * self.scale * self.times
 
         Layer.forward = torch.compiler.nested_compile_region(Layer.forward, **kept)
         self.layers = torch.nn.ModuleList(Layer() for _ in range(10))
@@ -147,13 +149,108 @@ needs_reuse = pytest.mark.skipif(
 )
 
 
+def other_activation(layer):
+    layer.act = torch.nn.ReLU()
+
+
+def other_mode(layer):
+    layer.eval()
+
+
+def other_number(layer):
+    layer.scale = 2.0
+
+
+def other_count(layer):
+    layer.times = 3
+
+
+def no_bias(layer):
+    layer.linear.bias = None
+
+
+def hooked(layer):
+    layer.linear.register_forward_hook(lambda module, inputs, result: 2 * result)
+
+
+CHANGES = [other_activation, other_mode, other_number, other_count, no_bias]
+
+
+def step(model, call, x):
+    model.zero_grad()
+    torch.manual_seed(1)
+    loss = call(x)
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def compiled_for(model):
+    torch._dynamo.reset()
+    return torch.compile(model, backend="mindspeed", fullgraph=True, options={"codegen": "eager"})
+
+
 @needs_reuse
-def test_torch_does_not_guard_the_layers_that_it_did_not_read():
-    """What docs/guide/debugging.md warns of, and why nothing is marked by itself."""
+@pytest.mark.parametrize("number", [0, 5])
+@pytest.mark.parametrize("change", CHANGES)
+def test_layers_that_were_not_read_are_guarded(change, number):
+    """Torch's own backends go on with the model as it was, or end in an error."""
     model, x = Layers({}), torch.randn(4, 8, dtype=torch.float64)
+    compiled = compiled_for(model)
+    before = step(model, compiled, x)
+    torch.testing.assert_close(before, step(model, model, x))
+    change(model.layers[number])
+    expected = step(model, model, x)
+    torch.testing.assert_close(step(model, compiled, x), expected)
+    assert not torch.equal(before[0], expected[0])
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        torch.testing.assert_close(step(model, compiled, x), expected)
+
+
+@needs_reuse
+@pytest.mark.parametrize("change", [*CHANGES, hooked])
+def test_a_layer_that_differs_is_read(change):
+    """Torch's own backends compute a ReLU as the SiLU of another layer, and leave out hooks of modules inside."""
+    model, x = Layers({}), torch.randn(4, 8, dtype=torch.float64)
+    change(model.layers[5])
+    torch.testing.assert_close(step(model, compiled_for(model), x), step(model, model, x))
+
+
+@needs_reuse
+def test_what_the_package_traces_is_the_whole_model():
+    """As planners do, by backends of their own."""
+
+    def backend(gm, inputs):
+        return gm
+
+    backend.__module__ = recorder.__name__
+    model, x = Layers({}).eval(), torch.randn(4, 8, dtype=torch.float64)
+    other_activation(model.layers[5])
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(model, backend=backend, fullgraph=True)(x), model(x))
+
+
+@needs_reuse
+def test_layers_that_are_alike_are_read_once(monkeypatch):
+    """Twice here: the first has an input without a gradient."""
+    bodies = []
+    monkeypatch.setattr(
+        Compilation, "compile", lambda self, gm, inputs: bodies.append(len(list(gm.children()))) or gm.forward
+    )
+    model = Layers({})
+    compiled_for(model)(torch.randn(4, 8, dtype=torch.float64))
+    other_activation(model.layers[5])
+    compiled_for(model)(torch.randn(4, 8, dtype=torch.float64))
+    assert bodies == [2, 3]
+
+
+@needs_reuse
+def test_torch_guards_no_layer_that_it_did_not_read():
+    torch._dynamo.reset()
+    model, x = Layers({}), torch.randn(4, 8, dtype=torch.float64)
+    model.eval()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     before = compiled(x)
-    model.layers[5].act = torch.nn.ReLU()
+    other_activation(model.layers[5])
     assert torch.equal(compiled(x), before) and not torch.allclose(model(x), before)
 
 
@@ -161,8 +258,8 @@ def test_torch_does_not_guard_the_layers_that_it_did_not_read():
 def test_layers_of_a_parallelized_model_are_read_each():
     rows, x = Plan("rows", ("dp",), inputs={"*": {"dp": "S(0)"}}), torch.randn(4, 8, dtype=torch.float64)
     with pytest.raises(Exception, match="max_reuse_entries"):
-        simulate(Layers({}), {"dp": 2}, rows, x)
-    model = Layers({"max_reuse_entries": 100})
+        simulate(Layers({}).eval(), {"dp": 2}, rows, x)
+    model = Layers({"max_reuse_entries": 100}).eval()
     model(x).backward()
     gradients = simulate(model, {"dp": 2}, rows, x).gradients
     for name, p in model.named_parameters():

@@ -1,0 +1,106 @@
+"""Marked regions (``torch.compiler.nested_compile_region``) that Dynamo takes as read.
+
+Torch 2.13 reads a region once and takes it for later calls where what it was guarded by holds of them: of layer 5 where
+layer 0 was read. It compares less than it read, and guards nothing of layer 5:
+
+- neither the types of modules inside a layer nor their hooks are compared, whose guards have another source than what
+  was read: ``layers[5].act`` may be a ReLU, and is computed as the SiLU of layer 0;
+- with ``layers[5].act`` replaced or ``layers[5].eval()`` afterwards, the compiled model goes on as before.
+
+Both are wrong values without a word. Here everything that is guarded of a region's arguments is compared, and guarded
+of those that were not read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Iterator
+
+Check = tuple[Any, Any, Any, Any]
+"""Of a guard its source, how values are compared, what is expected, and the guard."""
+
+
+def guard() -> None:
+    """Have Dynamo take a region as read for what is the same alone, and guard it, where it compiles for this package:
+    for its backend, or to trace a model for a plan. Nothing changes where this torch reads every region.
+    """
+    try:
+        from torch._dynamo.variables import invoke_subgraph as regions
+    except ImportError:  # before 2.13
+        return
+    build, reuse = regions.build_reuse_condition, regions.is_reusable
+
+    @functools.wraps(build)
+    def build_reuse_condition(tx: Any, fingerprint: Any, traced: Any) -> Any:
+        condition = build(tx, fingerprint, traced)
+        if condition is None or not _compiles_here(tx):
+            return condition
+        missing = _missing(tx, fingerprint, condition)
+        return None if missing is None else dataclasses.replace(condition, guards=[*condition.guards, *missing])
+
+    @functools.wraps(reuse)
+    def is_reusable(tx: Any, condition: Any, fingerprint: Any, read: Any) -> bool:
+        if not reuse(tx, condition, fingerprint, read):
+            return False
+        if not _compiles_here(tx):
+            return True
+        replaced = regions.build_source_replacement(read.arg_sources, fingerprint.arg_sources)
+
+        def moved(source: Any) -> Any:
+            return source.clone(lambda s: replaced.get(s, s))
+
+        captured = (i.source for i in read.subgraph_input_mapping if isinstance(i, regions.LiftedCapturedSource))
+        if any(_has_constants(tx, map(moved, captured))):
+            return False
+        _install((moved(source), guard) for source, _, _, guard in condition.guards if moved(source) != source)
+        return True
+
+    regions.build_reuse_condition, regions.is_reusable = build_reuse_condition, is_reusable
+
+
+def _compiles_here(tx: Any) -> bool:
+    from torch._dynamo import eval_frame
+
+    compiler = eval_frame.innermost_backend(tx.output.compiler_fn)
+    own = getattr(compiler, "compiler_fn", compiler)
+    return getattr(own, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
+
+
+def _missing(tx: Any, fingerprint: Any, condition: Any) -> list[Check] | None:
+    """What is guarded of a region's arguments, and not compared; None where something of it cannot be."""
+    from torch._dynamo.guards import GUARD_VALUE_DISPATCH, SKIP_GUARD, GuardCheckSpec
+    from torch._dynamo.source import is_from_source
+
+    known, found = {id(g) for *_, g in condition.guards}, []
+    for guard in tx.output.guards:
+        source, how = guard.originating_source, GUARD_VALUE_DISPATCH.get(guard.create_fn_name())
+        if id(guard) in known or how is SKIP_GUARD:
+            continue
+        if not any(s is not None and is_from_source(source, s) for s in fingerprint.arg_sources):
+            continue
+        if not isinstance(how, GuardCheckSpec):
+            return None
+        found.append((source, how, how.get_metadata_fn(guard, tx.output.resolve_source_value(source)), guard))
+    return found
+
+
+def _install(guards: Iterator[tuple[Any, Any]]) -> None:
+    """Guards like others, of other sources. Tensors become inputs of the graph, which Dynamo guards itself."""
+    from torch._dynamo.guards import install_guard
+
+    for source, guard in guards:
+        if guard.create_fn_name() != "TENSOR_MATCH":
+            same = source.make_guard(guard.create_fn)
+            same.user_stack = guard.user_stack  # the lines that read it, which take long to tell
+            install_guard(same)
+
+
+def _has_constants(tx: Any, sources: Iterator[Any]) -> Iterator[bool]:
+    """Of each source of an input whether it is a number that Dynamo takes for a constant there. A region that was read
+    with it as an input, because it had changed, ends in an error if it is taken for such a layer."""
+    from torch._dynamo.variables.builder import VariableBuilder
+
+    for source in sources:
+        value = tx.output.resolve_source_value(source)
+        yield isinstance(value, int | float) and VariableBuilder(tx, source)(value).is_python_constant()
