@@ -8,14 +8,19 @@ layer 0 was read. It compares less than it read, and guards nothing of layer 5:
 - with ``layers[5].act`` replaced or ``layers[5].eval()`` afterwards, the compiled model goes on as before.
 
 Both are wrong values without a word. Here everything that is guarded of a region's arguments is compared, and guarded
-of those that were not read.
+of those that were not read. A region that differs in more ways than torch keeps is read for every further call, which
+is an error of torch's own.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
+import types
 from typing import Any, Iterator
+
+logger = logging.getLogger(__name__)
 
 Check = tuple[Any, Any, Any, Any]
 """Of a guard its source, how values are compared, what is expected, and the guard."""
@@ -29,7 +34,7 @@ def guard() -> None:
         from torch._dynamo.variables import invoke_subgraph as regions
     except ImportError:  # before 2.13
         return
-    build, reuse = regions.build_reuse_condition, regions.is_reusable
+    build, reuse, save = regions.build_reuse_condition, regions.is_reusable, regions.save_reuse_entry
 
     @functools.wraps(build)
     def build_reuse_condition(tx: Any, fingerprint: Any, traced: Any) -> Any:
@@ -56,7 +61,26 @@ def guard() -> None:
         _install((moved(source), guard) for source, _, _, guard in condition.guards if moved(source) != source)
         return True
 
+    @functools.wraps(save)
+    def save_reuse_entry(tx: Any, function: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            save(tx, function, *args, **kwargs)
+        except RuntimeError as error:
+            if not _compiles_here(tx) or "maximum reuse entries" not in str(error):
+                raise
+            _tell(regions.get_fn_code(function))
+
     regions.build_reuse_condition, regions.is_reusable = build_reuse_condition, is_reusable
+    regions.save_reuse_entry = save_reuse_entry
+
+
+@functools.cache
+def _tell(code: types.CodeType) -> None:
+    logger.warning(
+        "the marked region %s is read for every call from here on: its calls differ in more ways than "
+        "torch.compiler.nested_compile_region(..., max_reuse_entries=8) keeps",
+        code.co_qualname if hasattr(code, "co_qualname") else code.co_name,
+    )
 
 
 def _compiles_here(tx: Any) -> bool:
@@ -72,7 +96,7 @@ def _missing(tx: Any, fingerprint: Any, condition: Any) -> list[Check] | None:
     from torch._dynamo.guards import GUARD_VALUE_DISPATCH, SKIP_GUARD, GuardCheckSpec
     from torch._dynamo.source import is_from_source
 
-    known, found = {id(g) for *_, g in condition.guards}, []
+    known, missing = {id(g) for *_, g in condition.guards}, []
     for guard in tx.output.guards:
         source, how = guard.originating_source, GUARD_VALUE_DISPATCH.get(guard.create_fn_name())
         if id(guard) in known or how is SKIP_GUARD:
@@ -81,8 +105,8 @@ def _missing(tx: Any, fingerprint: Any, condition: Any) -> list[Check] | None:
             continue
         if not isinstance(how, GuardCheckSpec):
             return None
-        found.append((source, how, how.get_metadata_fn(guard, tx.output.resolve_source_value(source)), guard))
-    return found
+        missing.append((source, how, how.get_metadata_fn(guard, tx.output.resolve_source_value(source)), guard))
+    return missing
 
 
 def _install(guards: Iterator[tuple[Any, Any]]) -> None:
