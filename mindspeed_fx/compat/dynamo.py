@@ -338,7 +338,7 @@ def while_compiling(backend: Callable, context: Callable[[], contextlib.Abstract
 
 def _compiles_for(backend: Callable) -> bool:
     """Whether the frame that Dynamo begins with, a few callers up, is for ``backend``."""
-    from torch._dynamo import convert_frame, eval_frame
+    from torch._dynamo import convert_frame
 
     frame = sys._getframe()
     for _ in range(16):
@@ -346,5 +346,12 @@ def _compiles_for(backend: Callable) -> bool:
             break
         frame = frame.f_back
     compiler = frame.f_locals.get("compiler_fn") if frame is not None else None
-    own = eval_frame.innermost_backend(compiler) if compiler is not None else None
-    return getattr(own, "compiler_fn", own) is backend
+    return compiler is not None and function_of(compiler) is backend
+
+
+def function_of(compiler: Callable) -> Callable:
+    """What Dynamo gives its graphs -> the backend's own function, without options and what torch wraps it in."""
+    from torch._dynamo import eval_frame
+
+    own = eval_frame.innermost_backend(compiler)
+    return getattr(own, "compiler_fn", own)

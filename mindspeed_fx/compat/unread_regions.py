@@ -17,8 +17,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import types
-from typing import Any, Iterator
+from typing import Any
+
+from mindspeed_fx.compat import dynamo
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +56,13 @@ def guard() -> None:
         def moved(source: Any) -> Any:
             return source.clone(lambda s: replaced.get(s, s))
 
-        captured = (i.source for i in read.subgraph_input_mapping if isinstance(i, regions.LiftedCapturedSource))
-        if any(_has_constants(tx, map(moved, captured))):
-            return False
-        _install((moved(source), guard) for source, _, _, guard in condition.guards if moved(source) != source)
+        for captured in read.subgraph_input_mapping:
+            if isinstance(captured, regions.LiftedCapturedSource) and _is_constant(tx, moved(captured.source)):
+                return False
+        for source, _, _, guard in condition.guards:
+            here = moved(source)
+            if here != source:
+                _guard_alike(here, guard)
         return True
 
     @functools.wraps(save)
@@ -68,27 +72,24 @@ def guard() -> None:
         except RuntimeError as error:
             if not _compiles_here(tx) or "maximum reuse entries" not in str(error):
                 raise
-            _tell(regions.get_fn_code(function))
+            _tell(getattr(getattr(function, "fn", None), "__qualname__", "of a function"))
 
     regions.build_reuse_condition, regions.is_reusable = build_reuse_condition, is_reusable
     regions.save_reuse_entry = save_reuse_entry
 
 
 @functools.cache
-def _tell(code: types.CodeType) -> None:
+def _tell(region: str) -> None:
     logger.warning(
         "the marked region %s is read for every call from here on: its calls differ in more ways than "
-        "torch.compiler.nested_compile_region(..., max_reuse_entries=8) keeps",
-        code.co_qualname if hasattr(code, "co_qualname") else code.co_name,
+        "max_reuse_entries of torch.compiler.nested_compile_region keeps",
+        region,
     )
 
 
 def _compiles_here(tx: Any) -> bool:
-    from torch._dynamo import eval_frame
-
-    compiler = eval_frame.innermost_backend(tx.output.compiler_fn)
-    own = getattr(compiler, "compiler_fn", compiler)
-    return getattr(own, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
+    module = str(getattr(dynamo.function_of(tx.output.compiler_fn), "__module__", ""))
+    return module.partition(".")[0] == __name__.partition(".")[0]
 
 
 def _missing(tx: Any, fingerprint: Any, condition: Any) -> list[Check] | None:
@@ -109,22 +110,21 @@ def _missing(tx: Any, fingerprint: Any, condition: Any) -> list[Check] | None:
     return missing
 
 
-def _install(guards: Iterator[tuple[Any, Any]]) -> None:
-    """Guards like others, of other sources. Tensors become inputs of the graph, which Dynamo guards itself."""
+def _guard_alike(source: Any, guard: Any) -> None:
+    """Install a guard like another, of another source. Tensors become inputs of the graph, which Dynamo guards
+    itself."""
     from torch._dynamo.guards import install_guard
 
-    for source, guard in guards:
-        if guard.create_fn_name() != "TENSOR_MATCH":
-            same = source.make_guard(guard.create_fn)
-            same.user_stack = guard.user_stack  # the lines that read it, which take long to tell
-            install_guard(same)
+    if guard.create_fn_name() != "TENSOR_MATCH":
+        alike = source.make_guard(guard.create_fn)
+        alike.user_stack = guard.user_stack  # the lines that read it, which take long to tell
+        install_guard(alike)
 
 
-def _has_constants(tx: Any, sources: Iterator[Any]) -> Iterator[bool]:
-    """Of each source of an input whether it is a number that Dynamo takes for a constant there. A region that was read
-    with it as an input, because it had changed, ends in an error if it is taken for such a layer."""
+def _is_constant(tx: Any, source: Any) -> bool:
+    """Whether an input is a number that Dynamo takes for a constant there. A region that was read with it as an input,
+    because it had changed, ends in an error if it is taken for such a layer."""
     from torch._dynamo.variables.builder import VariableBuilder
 
-    for source in sources:
-        value = tx.output.resolve_source_value(source)
-        yield isinstance(value, int | float) and VariableBuilder(tx, source)(value).is_python_constant()
+    value = tx.output.resolve_source_value(source)
+    return isinstance(value, int | float) and VariableBuilder(tx, source)(value).is_python_constant()
