@@ -19,7 +19,7 @@ import functools
 import logging
 from typing import Any
 
-from mindspeed_fx.compat import dynamo
+from mindspeed_fx.compat import dynamo, region_lookup
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +47,13 @@ def guard() -> None:
 
     @functools.wraps(reuse)
     def is_reusable(tx: Any, condition: Any, fingerprint: Any, read: Any) -> bool:
-        if not reuse(tx, condition, fingerprint, read):
-            return False
-        if not _compiles_here(tx):
-            return True
+        with region_lookup.rewriting_once():
+            return reuse(tx, condition, fingerprint, read) and (
+                not _compiles_here(tx) or is_guarded(tx, condition, fingerprint, read)
+            )
+
+    def is_guarded(tx: Any, condition: Any, fingerprint: Any, read: Any) -> bool:
+        """Whether the call is guarded as what was read is, now; not where it cannot be."""
         replaced = regions.build_source_replacement(read.arg_sources, fingerprint.arg_sources)
 
         def moved(source: Any) -> Any:
@@ -76,6 +79,8 @@ def guard() -> None:
 
     regions.build_reuse_condition, regions.is_reusable = build_reuse_condition, is_reusable
     regions.save_reuse_entry = save_reuse_entry
+    region_lookup.remember_rewriting()
+    region_lookup.flatten_directly(regions)
 
 
 @functools.cache
