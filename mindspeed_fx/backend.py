@@ -19,6 +19,7 @@ from mindspeed_fx import host_heap
 from mindspeed_fx.capture import CaptureError, capture, explain_unread, isolate, keeps_writes
 from mindspeed_fx.capture.regions import inline_regions
 from mindspeed_fx.compat import (
+    alike_layers,
     aot_inputs,
     bisector,
     distributed,
@@ -39,7 +40,7 @@ from mindspeed_fx.garbage import without_collection
 from mindspeed_fx.hooks import CapturedPasses, identity
 from mindspeed_fx.kernels.lower import lower
 from mindspeed_fx.kernels.npu import acl_graph
-from mindspeed_fx.layers import leave_out
+from mindspeed_fx.layers import leave_out, may_be_read_once
 from mindspeed_fx.options import Options
 from mindspeed_fx.partition import selected, written_inputs, zeros
 from mindspeed_fx.partition.order import prepare_early
@@ -368,6 +369,11 @@ class Compilation:
             record_lanes(self.record, stage)
 
 
+def _reads_once(compiler: Callable, layer: torch.nn.Module) -> bool:
+    return dynamo.function_of(compiler) is mindspeed and may_be_read_once(dynamo.options_of(compiler), layer)
+
+
+alike_layers.read_once(_reads_once)
 bisector.register_bisector()
 dynamo.keep_contexts_over_jumps()
 dynamo.skip_guards_on_empty_hooks()

@@ -355,3 +355,10 @@ def function_of(compiler: Callable) -> Callable:
 
     own = eval_frame.innermost_backend(compiler)
     return getattr(own, "compiler_fn", own)
+
+
+def options_of(compiler: Callable) -> dict[str, Any] | None:
+    """The options that ``torch.compile`` was given for what Dynamo gives its graphs."""
+    from torch._dynamo import eval_frame
+
+    return getattr(eval_frame.innermost_backend(compiler), "kwargs", {}).get("options")

@@ -5,9 +5,11 @@ layer 0 was read. It compares less than it read, and guards nothing of layer 5:
 
 - neither the types of modules inside a layer nor their hooks are compared, whose guards have another source than what
   was read: ``layers[5].act`` may be a ReLU, and is computed as the SiLU of layer 0;
-- with ``layers[5].act`` replaced or ``layers[5].eval()`` afterwards, the compiled model goes on as before.
+- with ``layers[5].act`` replaced or ``layers[5].eval()`` afterwards, the compiled model goes on as before;
+- neither what the frame itself writes between two calls (``layer.scale = i`` in the loop over the layers) is compared,
+  nor what it knows by other names, nor whether calls are within autocast (:mod:`mindspeed_fx.compat.region_reads`).
 
-Both are wrong values without a word. Here everything that is guarded of a region's arguments is compared, and guarded
+These are wrong values without a word. Here everything that is guarded of a region's arguments is compared, and guarded
 of those that were not read. A region that differs in more ways than torch keeps is read for every further call, which
 is an error of torch's own.
 """
@@ -17,9 +19,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from typing import Any
+from typing import Any, Callable
 
-from mindspeed_fx.compat import dynamo, region_lookup
+from mindspeed_fx.compat import dynamo, region_lookup, region_reads
 
 logger = logging.getLogger(__name__)
 
@@ -36,37 +38,24 @@ def guard() -> None:
     except ImportError:  # before 2.13
         return
     build, reuse, save = regions.build_reuse_condition, regions.is_reusable, regions.save_reuse_entry
+    describe = regions.build_input_fingerprint
 
     @functools.wraps(build)
     def build_reuse_condition(tx: Any, fingerprint: Any, traced: Any) -> Any:
-        condition = build(tx, fingerprint, traced)
-        if condition is None or not _compiles_here(tx):
-            return condition
-        missing = _missing(tx, fingerprint, condition)
-        return None if missing is None else dataclasses.replace(condition, guards=[*condition.guards, *missing])
+        if not _compiles_here(tx):
+            return build(tx, fingerprint, traced)
+        return _condition(tx, fingerprint, traced, build)
 
     @functools.wraps(reuse)
     def is_reusable(tx: Any, condition: Any, fingerprint: Any, read: Any) -> bool:
         with region_lookup.rewriting_once():
-            return reuse(tx, condition, fingerprint, read) and (
-                not _compiles_here(tx) or is_guarded(tx, condition, fingerprint, read)
-            )
-
-    def is_guarded(tx: Any, condition: Any, fingerprint: Any, read: Any) -> bool:
-        """Whether the call is guarded as what was read is, now; not where it cannot be."""
-        replaced = regions.build_source_replacement(read.arg_sources, fingerprint.arg_sources)
-
-        def moved(source: Any) -> Any:
-            return source.clone(lambda s: replaced.get(s, s))
-
-        for captured in read.subgraph_input_mapping:
-            if isinstance(captured, regions.LiftedCapturedSource) and _is_constant(tx, moved(captured.source)):
+            if not _compiles_here(tx):
+                return reuse(tx, condition, fingerprint, read)
+            if (written := region_reads.written(tx)) is None or not reuse(tx, condition, fingerprint, read):
                 return False
-        for source, _, _, guard in condition.guards:
-            here = moved(source)
-            if here != source:
-                _guard_alike(here, guard)
-        return True
+            replaced = regions.build_source_replacement(read.arg_sources, fingerprint.arg_sources)
+            captured = [c.source for c in read.subgraph_input_mapping if isinstance(c, regions.LiftedCapturedSource)]
+            return _take(tx, condition, captured, written, lambda s: s.clone(lambda part: replaced.get(part, part)))
 
     @functools.wraps(save)
     def save_reuse_entry(tx: Any, function: Any, *args: Any, **kwargs: Any) -> None:
@@ -75,10 +64,19 @@ def guard() -> None:
         except RuntimeError as error:
             if not _compiles_here(tx) or "maximum reuse entries" not in str(error):
                 raise
-            _tell(getattr(getattr(function, "fn", None), "__qualname__", "of a function"))
+            marked = getattr(function, "fn", None)
+            if hasattr(marked, "__marked_compile_region_max_reuse_entries__"):
+                _tell(marked.__qualname__)
+
+    @functools.wraps(describe)
+    def build_input_fingerprint(tx: Any, *args: Any) -> Any:
+        fingerprint = describe(tx, *args)
+        return fingerprint._replace(treespec=(fingerprint.treespec, region_reads.around(tx)))
 
     regions.build_reuse_condition, regions.is_reusable = build_reuse_condition, is_reusable
+    regions.build_input_fingerprint = build_input_fingerprint
     regions.save_reuse_entry = save_reuse_entry
+    region_reads.keep_reads_within()
     region_lookup.remember_rewriting()
     region_lookup.flatten_directly(regions)
 
@@ -95,6 +93,40 @@ def _tell(region: str) -> None:
 def _compiles_here(tx: Any) -> bool:
     module = str(getattr(dynamo.function_of(tx.output.compiler_fn), "__module__", ""))
     return module.partition(".")[0] == __name__.partition(".")[0]
+
+
+def _condition(tx: Any, fingerprint: Any, traced: Any, build: Callable) -> Any:
+    """What holds of the region that was read; None where that cannot be told, and no other call is taken for it."""
+    try:
+        condition = build(tx, fingerprint, traced)
+    except RuntimeError:  # a guard that is not for one object alone
+        return None
+    if condition is None or (missing := _missing(tx, fingerprint, condition)) is None:
+        return None
+    condition = dataclasses.replace(condition, guards=[*condition.guards, *missing])
+    arguments = [s for s in fingerprint.arg_sources if s is not None]
+    condition.sources = [*(source for source, *_ in condition.guards), *traced, *arguments]
+    condition.known = region_reads.known_otherwise(tx, {*traced, *arguments})
+    written = region_reads.written(tx)
+    if written is None or (written and written & region_reads.reached(tx, condition.sources)):
+        return None
+    return condition
+
+
+def _take(tx: Any, condition: Any, captured: list[Any], written: set[int], moved: Callable[[Any], Any]) -> bool:
+    """Take another call for the region that was read, ``moved`` there, and guard it; False where it is not alike."""
+    if written and written & region_reads.reached(tx, map(moved, condition.sources)):
+        return False
+    if any(_is_constant(tx, moved(source)) for source in captured):
+        return False
+    if not region_reads.are_same(tx, condition.known, moved):
+        return False
+    for source, _, _, guard in condition.guards:
+        here = moved(source)
+        if here != source:
+            _guard_alike(here, guard)
+    tx.output.current_tracer.traced_sources.update(map(moved, condition.traced_sources))  # of a region around it
+    return True
 
 
 def _missing(tx: Any, fingerprint: Any, condition: Any) -> list[Check] | None:

@@ -1,0 +1,110 @@
+"""What a marked region (``torch.compiler.nested_compile_region``) reads that no guard of it tells: a part of
+:mod:`mindspeed_fx.compat`.
+
+- Objects that the frame reads by another name, too: ``layers[0].config`` is ``model.config``, and everything read of it
+  is guarded by that name, which layer 5 with a configuration of its own does not have.
+- What the frame has written by then: guards compare what was there before.
+- What is read and written within a checkpoint, or another region, inside of it: torch forgets it with that one.
+- The settings that it is called in, of autocast and gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any, Callable, Iterable, Iterator
+
+import torch
+
+Names = list[tuple[Any, Any]]
+"""Of objects the source that a region reads, and the one by which the frame knows the object."""
+
+
+def keep_reads_within() -> None:
+    """Count what the body of a higher-order operator reads and writes to the body that it is called in."""
+    from torch._dynamo.output_graph import OutputGraph
+
+    inside = OutputGraph.subtracer
+
+    @functools.wraps(inside)
+    @contextlib.contextmanager
+    def subtracer(self: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        outer = self.current_tracer
+        with inside(self, *args, **kwargs) as inner:
+            try:
+                yield inner
+            finally:
+                outer.traced_sources.update(inner.traced_sources)
+                outer.side_effect_stack = outer.side_effect_stack or inner.side_effect_stack
+
+    OutputGraph.subtracer = subtracer
+
+
+def around(tx: Any) -> tuple[Any, ...]:
+    """The settings that a region is called in."""
+    cast = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", _accelerator())]
+    modes = [type(mode) for mode in tx.symbolic_torch_function_state.mode_stack]
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), cast, modes
+
+
+@functools.cache
+def _accelerator() -> str:
+    device = torch.accelerator.current_accelerator()
+    return "cpu" if device is None else device.type
+
+
+def written(tx: Any) -> set[int] | None:
+    """By id the caller's objects of which the frame has set attributes so far; None where it has written globals, or
+    into lists and dicts."""
+    from torch._dynamo.source import AttrSource
+    from torch._dynamo.variables.base import AttributeMutationExisting
+
+    effects = tx.output.side_effects
+    others, objects = set(effects.mutated_sources), set()
+    for item, values in effects.store_attr_mutations.items():
+        if not values or not isinstance(item.mutation_type, AttributeMutationExisting):
+            continue
+        if not hasattr(item, "value"):  # a global, or a variable of an outer function
+            return None
+        objects.add(id(item.value))
+        others.difference_update(AttrSource(item.source, name) for name in values)
+    return None if others else objects
+
+
+def reached(tx: Any, sources: Iterable[Any]) -> set[int]:
+    """By id what is at ``sources``, and on the way there."""
+    values: dict[Any, Any] = {}
+    for source in sources:
+        _value(tx, source, values)
+    return set(map(id, values.values()))
+
+
+def known_otherwise(tx: Any, sources: Iterable[Any]) -> Names:
+    """Of ``sources`` those whose objects the frame knows by another name."""
+    effects, names, values = tx.output.side_effects, [], {}
+    for source in sources:
+        value = _value(tx, source, values)
+        known = effects[value].source if value in effects else None
+        if known is not None and known.name != source.name:  # one path is several sources
+            names.append((source, known))
+    return names
+
+
+def are_same(tx: Any, names: Names, moved: Callable[[Any], Any]) -> bool:
+    """Whether the objects are known by these names for the call that ``moved`` is of, too; that is guarded then."""
+    from torch._dynamo.guards import install_guard, make_dupe_guard
+
+    values: dict[Any, Any] = {}
+    there = [(source, known, moved(source), moved(known)) for source, known in names]
+    pairs = [(s, k) for source, known, s, k in there if s != source or k != known]
+    if any(_value(tx, source, values) is not _value(tx, known, values) for source, known in pairs):
+        return False
+    for source, known in pairs:
+        if how := make_dupe_guard(source, known):
+            install_guard(source.make_guard(how))
+    return True
+
+
+def _value(tx: Any, source: Any, values: dict[Any, Any]) -> Any:
+    root = tx.output.root_tx
+    return source.get_value({"G": root.f_globals, "L": root.f_locals}, {}, values)
