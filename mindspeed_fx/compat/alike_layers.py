@@ -3,8 +3,8 @@
 Reading a layer takes Dynamo as long as all else that is done for it. Modules of one class that a ``ModuleList`` has many
 of are called as regions are that the user marked by ``torch.compiler.nested_compile_region``: of each call Dynamo (2.13)
 compares what the module that was read is guarded by (:mod:`mindspeed_fx.compat.unread_regions`). A frame in which a
-region cannot be read, for a graph break or something written inside, is read anew without any; so is, from there on, a
-class whose calls keep being different.
+region cannot be read, for a graph break or an error inside, is read anew without any; so is, from there on, a class
+whose calls keep being different.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import types
-import weakref
 from collections import Counter
 from typing import Any, Callable, Iterator
 
 import torch
+from torch._guards import CompileContext
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +25,6 @@ FEWEST = 8
 MOST_READ = 6
 """Calls of one class that are read as regions: four kinds of layers (dense, sparse, sliding, full) and the first one,
 whose input may have no gradient. Classes with more kinds are read as they are."""
-
-_refused: weakref.WeakSet[types.CodeType] = weakref.WeakSet()
-"""Frames with a layer that cannot be read as a region."""
 
 
 class _Layers:
@@ -78,7 +74,10 @@ def read_once(is_wanted: Callable[[Callable, torch.nn.Module], bool]) -> None:
         layers = getattr(tx.output, "_alike_layers", None)
         if layers is None or layers.calls is None or not args or args[0] is not layers.calls:
             return call_function(self, tx, args, kwargs)
-        kind, layers.calls = type(layers.calls.value), None
+        kind = type(layers.calls.value)
+        if self.fn is not kind.forward and self.fn is not kind.__call__:  # what looks for its attributes
+            return call_function(self, tx, args, kwargs)
+        layers.calls = None
         layers.read[kind] += 1
         with _refusing(tx, self):
             return _region().call_function(tx, [self, *args], kwargs)
@@ -105,7 +104,7 @@ def _layers_of(tx: Any, is_wanted: Callable[[Callable, torch.nn.Module], bool]) 
     output = tx.output
     if not hasattr(output, "_alike_layers"):
         root = output.root_tx
-        is_read_each = output.export or root is None or root.f_code in _refused
+        is_read_each = output.export or root is None or hasattr(CompileContext.get(), "_reads_layers_each")
         alike = {} if is_read_each else _alike(root.f_locals, lambda layer: is_wanted(output.compiler_fn, layer))
         output._alike_layers = _Layers(alike) if alike else None
     return output._alike_layers
@@ -149,8 +148,7 @@ def _refusing(tx: Any, function: Any) -> Iterator[None]:
         raise
     except Exception as error:  # a graph break, or whatever is only said within regions
         utils.counters["graph_break"] = breaks
-        code = tx.output.root_tx.f_code
-        _refused.add(code)
-        name, why = getattr(function.fn, "__qualname__", "a layer"), str(error).strip().partition("\n")[0]
-        logger.info("%s: layers are read each, for %s cannot be read once for all: %s", code.co_name, name, why)
+        CompileContext.get()._reads_layers_each = True
+        why = str(error).strip().partition("\n")[0]
+        logger.info("layers are read each, for %s cannot be read once for all: %s", function.fn.__qualname__, why)
         raise exc.UnspecializeRestartAnalysis(restart_reason="layers that are alike are read each") from error

@@ -1,0 +1,209 @@
+"""What layers read that no guard of theirs tells: marked layers, and those that are read once without a mark."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+pytestmark = pytest.mark.skipif(
+    "max_reuse_entries" not in inspect.signature(torch.compiler.nested_compile_region).parameters,
+    reason="this torch reads every region",
+)
+
+LAYERS = 10
+SCALE, CALLS = 1.0, []
+
+
+class Settings:
+    def __init__(self, factor):
+        self.factor = factor
+
+
+class Layer(torch.nn.Module):
+    """Scaled by what ``read`` finds."""
+
+    def __init__(self, read, settings):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8, dtype=torch.float64)
+        self.read, self.settings, self.scale, self.table = read, settings, 1.0, settings.__dict__
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x)) * self.read(self)
+
+
+class Marked(Layer):
+    forward = torch.compiler.nested_compile_region(Layer.forward)
+
+
+class Checkpointed(Layer):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class MarkedOutside(Checkpointed):
+    forward = torch.compiler.nested_compile_region(Checkpointed.forward)
+
+
+class MarkedTwice(Layer):
+    @torch.compiler.nested_compile_region
+    def forward(self, x):
+        return self.inside(x)
+
+    inside = torch.compiler.nested_compile_region(Layer.forward)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, kind, run, read):
+        super().__init__()
+        self.settings, self.run = Settings(2.0), run
+        self.layers = torch.nn.ModuleList(kind(read, self.settings) for _ in range(LAYERS))
+
+    def forward(self, x):
+        return self.run(self, x * self.settings.factor)
+
+
+def global_number(model, x):
+    global SCALE
+    SCALE = 1.0
+    for layer in model.layers:
+        SCALE += 1
+        x = layer(x)
+    return x
+
+
+def global_list(model, x):
+    CALLS.clear()
+    for layer in model.layers:
+        CALLS.append(1)
+        x = layer(x)
+    return x
+
+
+def own_attribute(model, x):
+    for i, layer in enumerate(model.layers):
+        layer.scale = float(i)
+        x = layer(x)
+    return x
+
+
+def shared_attribute(model, x):
+    for i, layer in enumerate(model.layers):
+        model.settings.factor = float(i)
+        x = layer(x)
+    model.settings.factor = 2.0
+    return x
+
+
+def shared_table(model, x):
+    for i, layer in enumerate(model.layers):
+        model.layers[0].table["factor"] = float(i)
+        x = layer(x)
+    model.layers[0].table["factor"] = 2.0
+    return x
+
+
+def own_tensor(model, x):
+    scales = [layer.linear.bias.sum() for layer in model.layers]
+    for layer, scale in zip(model.layers, scales):
+        layer.extra = scale
+        x = layer(x)
+    return x
+
+
+def some_without_gradients(model, x):
+    for i, layer in enumerate(model.layers):
+        with torch.set_grad_enabled(i >= 3):
+            x = layer(x)
+    return x
+
+
+def in_turn(model, x):
+    for layer in model.layers:
+        x = layer(x)
+    return x
+
+
+WRITES = [
+    (global_number, lambda layer: SCALE),
+    (global_list, lambda layer: float(len(CALLS))),
+    (own_attribute, lambda layer: layer.scale),
+    (shared_attribute, lambda layer: layer.settings.factor),
+    (shared_table, lambda layer: layer.table["factor"]),
+    (own_tensor, lambda layer: layer.extra),
+    (some_without_gradients, lambda layer: 1.0),
+]
+KINDS = [Layer, Checkpointed, Marked, MarkedOutside, MarkedTwice]
+
+
+def step(model, call, x):
+    model.zero_grad()
+    result = call(x)
+    result.square().mean().backward()
+    gradients = [torch.zeros(()) if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return [result.detach(), *gradients]
+
+
+def compiled(model):
+    torch._dynamo.reset()
+    return torch.compile(model, backend="mindspeed", options={"codegen": "eager"})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("run, read", WRITES, ids=[run.__name__ for run, _ in WRITES])
+def test_what_the_frame_writes_between_layers_is_seen(kind, run, read):
+    torch.manual_seed(0)
+    model, x = Model(kind, run, read), torch.randn(4, 8, dtype=torch.float64)
+    torch.testing.assert_close(step(model, compiled(model), x), step(model, model, x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("later", [False, True])
+def test_an_object_that_the_model_knows_too_may_be_another_one_in_a_layer(kind, later):
+    torch.manual_seed(0)
+    model, x = Model(kind, in_turn, lambda layer: layer.settings.factor), torch.randn(4, 8, dtype=torch.float64)
+    call = compiled(model)
+    if later:
+        torch.testing.assert_close(step(model, call, x), step(model, model, x))
+    model.layers[5].settings = Settings(7.0)
+    expected = step(model, model, x)
+    torch.testing.assert_close(step(model, call, x), expected)
+    model.layers[5].settings = model.settings
+    assert not torch.equal(model(x), expected[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_weight_that_the_model_uses_too_is_not_that_of_every_layer(kind):
+    torch.manual_seed(0)
+    tied = lambda model, x: in_turn(model, x @ model.layers[0].linear.weight)  # noqa: E731
+    model, x = Model(kind, tied, lambda layer: 1.0), torch.randn(4, 8, dtype=torch.float64)
+    torch.testing.assert_close(step(model, compiled(model), x), step(model, model, x))
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_layer_within_autocast_is_not_one_without(marked):
+    class Narrow(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.linear(x)
+            return 2 * y if y.dtype == torch.bfloat16 else 3 * y
+
+    if marked:
+        Narrow.forward = torch.compiler.nested_compile_region(Narrow.forward)
+    layers, x = torch.nn.ModuleList(Narrow() for _ in range(LAYERS)), torch.randn(4, 8)
+
+    def run(x):
+        results = []
+        for i, layer in enumerate(layers):
+            with torch.autocast("cpu", torch.bfloat16, enabled=i % 2 == 0):
+                results.append(layer(x))
+        return results
+
+    layers.forward = run
+    for result, expected in zip(compiled(layers)(x), run(x), strict=True):
+        torch.testing.assert_close(result, expected)
