@@ -51,6 +51,7 @@ from mindspeed_fx.partition.unroll import unroll
 from mindspeed_fx.passes import overlap
 from mindspeed_fx.passes.overlap.model.step_lanes import record_lanes
 from mindspeed_fx.passes.runner import Pipeline
+from mindspeed_fx.reading import beside_reading
 from mindspeed_fx.report import progress, recorder
 from mindspeed_fx.report.code import remembering
 from mindspeed_fx.sharding import parallelized_graph as sharding
@@ -77,7 +78,7 @@ def mindspeed(
         raise OptionError(
             f'mode={mode!r} is not supported by the mindspeed backend; give options={{"inductor": {{...}}}} instead'
         )
-    dynamo.while_compiling(mindspeed, without_collection)
+    dynamo.while_compiling(mindspeed, beside_reading)
     resolved = Options.parse(options).resolve(graph_inputs.device_of(example_inputs))
     is_meta = {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)} == {"meta"}
     try:
@@ -378,5 +379,5 @@ bisector.register_bisector()
 dynamo.keep_contexts_over_jumps()
 dynamo.skip_guards_on_empty_hooks()
 dynamo.tell_compiling_from_export()
-dynamo.while_compiling(mindspeed, without_collection)
+dynamo.while_compiling(mindspeed, beside_reading)
 unread_regions.guard()

@@ -59,8 +59,8 @@ def _names_layers(recompute: Any) -> bool:
 
 
 def may_be_read_once(options: dict[str, Any] | None, layer: torch.nn.Module) -> bool:
-    """Whether Dynamo may read ``layer`` for others of its class (:mod:`mindspeed_fx.compat.alike_layers`): not where its
-    weights are parts of a plan's, of which each is known by its name, nor where layers are not shared at all."""
+    """Whether Dynamo may read ``layer`` for others of its class (:mod:`mindspeed_fx.compat.alike_layers`): not where
+    its weights are parts of a plan's, of which each is known by its name, nor where layers are not shared at all."""
     parameter = next(layer.parameters(), None)
     if parameter is None or any("_sharded" in vars(module) for module in layer.modules()):
         return False

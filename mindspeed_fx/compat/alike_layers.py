@@ -1,10 +1,10 @@
 """Layers that are alike are read once by Dynamo, without a mark of the user's: a part of :mod:`mindspeed_fx.compat`.
 
-Reading a layer takes Dynamo as long as all else that is done for it. Modules of one class that a ``ModuleList`` has many
-of are called as regions are that the user marked by ``torch.compiler.nested_compile_region``: of each call Dynamo (2.13)
-compares what the module that was read is guarded by (:mod:`mindspeed_fx.compat.unread_regions`). A frame in which a
-region cannot be read, for a graph break or an error inside, is read anew without any; so is, from there on, a class
-whose calls keep being different.
+Reading a layer takes Dynamo as long as all else that is done for it. Modules of one class of which a ``ModuleList`` has
+many are called as regions are that the user marked by ``torch.compiler.nested_compile_region``: of each call Dynamo
+(2.13) compares what the module that was read is guarded by (:mod:`mindspeed_fx.compat.unread_regions`). A frame in
+which a region cannot be read, for a graph break or an error inside, is read anew without any; so is, from there on, a
+class whose calls keep being different.
 """
 
 from __future__ import annotations

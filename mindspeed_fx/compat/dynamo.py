@@ -308,24 +308,29 @@ def skip_guards_on_empty_hooks() -> None:
     GuardBuilder.SEQUENCE_LENGTH = unless_no_hooks
 
 
+Context = Callable[[dict[str, Any] | None, dict[str, Any]], contextlib.AbstractContextManager]
+"""Of the options that ``torch.compile`` was given, and the frame's variables."""
+
+
 class _Around:
     """A context that Dynamo enters before it reads a frame for one backend and leaves when the frame is compiled."""
 
-    def __init__(self, backend: Callable, context: Callable[[], contextlib.AbstractContextManager]):
+    def __init__(self, backend: Callable, context: Context):
         self.backend, self.context = backend, context
         self.entered = contextlib.ExitStack()
 
     def start(self, *_: Any) -> None:
-        if _compiles_for(self.backend):
-            self.entered.enter_context(self.context())
+        compiler, names = _compiling()
+        if compiler is not None and function_of(compiler) is self.backend:
+            self.entered.enter_context(self.context(options_of(compiler), names))
 
     def end(self, *_: Any) -> None:
         self.entered.close()
 
 
-def while_compiling(backend: Callable, context: Callable[[], contextlib.AbstractContextManager]) -> None:
-    """Have Dynamo compile every frame for ``backend``, the reading of Python included, within ``context()``. To be said
-    again after ``torch._dynamo.reset``, which forgets it; saying it twice is once.
+def while_compiling(backend: Callable, context: Context) -> None:
+    """Have Dynamo compile every frame for ``backend``, the reading of Python included, within ``context(...)``. To be
+    said again after ``torch._dynamo.reset``, which forgets it; saying it twice is once.
     """
     import torch._dynamo
 
@@ -336,8 +341,8 @@ def while_compiling(backend: Callable, context: Callable[[], contextlib.Abstract
         handler.register_end_callback(around.end)
 
 
-def _compiles_for(backend: Callable) -> bool:
-    """Whether the frame that Dynamo begins with, a few callers up, is for ``backend``."""
+def _compiling() -> tuple[Callable | None, dict[str, Any]]:
+    """Whom the frame is for that Dynamo begins with, a few callers up, and its variables."""
     from torch._dynamo import convert_frame
 
     frame = sys._getframe()
@@ -345,8 +350,8 @@ def _compiles_for(backend: Callable) -> bool:
         if frame is None or frame.f_code is convert_frame._compile.__code__:
             break
         frame = frame.f_back
-    compiler = frame.f_locals.get("compiler_fn") if frame is not None else None
-    return compiler is not None and function_of(compiler) is backend
+    known = frame.f_locals if frame is not None else {}
+    return known.get("compiler_fn"), known.get("locals") or {}
 
 
 def function_of(compiler: Callable) -> Callable:

@@ -51,8 +51,8 @@ def step(model, call, x):
 
 @pytest.fixture
 def regions(monkeypatch):
-    """Of each graph that Dynamo gives: calls of regions, and bodies. Torch takes a region that is called once for what it
-    calls."""
+    """Of each graph that Dynamo gives: calls of regions, and bodies. Torch takes a region that is called once for what
+    it calls."""
     counts, compile = [], Compilation.compile
 
     def count(self, gm, inputs):

@@ -1,0 +1,45 @@
+"""What is done while Dynamo reads a model for the backend."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Iterator
+
+import torch
+
+from mindspeed_fx.compat import vector_instructions
+from mindspeed_fx.errors import OptionError
+from mindspeed_fx.garbage import without_collection
+from mindspeed_fx.options import Options
+
+
+@contextlib.contextmanager
+def beside_reading(options: dict[str, Any] | None, names: dict[str, Any]) -> Iterator[None]:
+    """Within, no garbage is collected, and what Inductor asks the C++ compiler is asked beside.
+
+    Args:
+        options: what ``torch.compile`` was given.
+        names: variables of the function that is read.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(without_collection())
+        if _generates_for_cpu(options, names):
+            stack.enter_context(vector_instructions.asked_early())
+        yield
+
+
+def _generates_for_cpu(options: dict[str, Any] | None, names: dict[str, Any]) -> bool:
+    """Whether Inductor writes code for a CPU, by settings that are known already."""
+    if not any(_device(value) == "cpu" for value in names.values()):
+        return False
+    try:
+        resolved = Options.parse(options).resolve("cpu")
+    except OptionError:  # which the backend tells
+        return False
+    return resolved.codegen == "inductor" and not any(name.startswith("cpp") for name in resolved.inductor)
+
+
+def _device(value: Any) -> str | None:
+    if isinstance(value, torch.nn.Module):
+        value = next(value.parameters(), None)
+    return value.device.type if isinstance(value, torch.Tensor) else None
