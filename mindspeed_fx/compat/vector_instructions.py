@@ -49,7 +49,7 @@ class _Valid(collections.abc.Sequence):
         return any(True for _ in self)
 
     def __len__(self) -> int:
-        return len(list(self))
+        return sum(1 for _ in self)
 
     def __getitem__(self, index: Any) -> Any:
         return next(iter(self)) if index == 0 else list(self)[index]
