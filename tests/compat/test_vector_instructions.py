@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch._inductor import cpu_vec_isa
 
-from mindspeed_fx.compat import vector_instructions
+from mindspeed_fx.backend import mindspeed
+from mindspeed_fx.compat import dynamo, vector_instructions
 from mindspeed_fx.reading import beside_reading
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="others have one set of instructions")
@@ -114,8 +115,8 @@ def test_inductor_is_asked_for_a_cpu(options, names, is_asked, asked):
 
 @pytest.mark.parametrize("codegen, count", [("inductor", 1), ("eager", 0)])
 def test_it_is_asked_while_dynamo_reads(codegen, count, asked):
-    torch._dynamo.reset()
-
+    torch._dynamo.reset()  # forgets what is done then
+    dynamo.while_compiling(mindspeed, beside_reading)
     model = torch.nn.Linear(2, 2)
     compiled = torch.compile(lambda x: model(x), backend="mindspeed", options={"codegen": codegen})
     compiled(CPU)
