@@ -121,7 +121,8 @@ class Compilation:
         try:
             with self._timed("compile"), self._progress(), without_collection(), fake.remembering_calls():
                 copy = graph_inputs.copy_dynamo_graph(gm)
-                inline_regions(copy)
+                if regions := inline_regions(copy):
+                    self.record.effective["regions"] = regions
                 permuted_writes.write_by_copy(copy)
                 compiled = self._compile(copy, inputs)
                 graph_inputs.drop_owner(copy)

@@ -1,4 +1,5 @@
-"""Regions that the caller marked (``torch.compiler.nested_compile_region``) are taken for what they call.
+"""Regions, marked by the caller (``torch.compiler.nested_compile_region``) or by us
+(:mod:`mindspeed_fx.compat.alike_layers`), are taken for what they call.
 
 The mark has done its work when the graph comes here: Dynamo has read one region for all that are alike. From here on
 the graph is as it is without the mark, so that everything is fused across the regions' edges too, and layers that are
@@ -21,9 +22,14 @@ from mindspeed_fx.graph.provenance import module_path, spelled
 Path = tuple[str, ...]
 
 
-def inline_regions(gm: fx.GraphModule) -> None:
+def inline_regions(gm: fx.GraphModule) -> str:
     """The calls of regions in a copy of Dynamo's graph -> what they call, in place. Regions with options of their own
-    stay."""
+    stay.
+
+    Returns:
+        How many there were; empty for none.
+    """
+    bodies = []
     for body in [m for m in gm.children() if isinstance(m, fx.GraphModule)]:
         inline_regions(body)  # of checkpoints and other regions
     for call in gm.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph):
@@ -32,10 +38,12 @@ def inline_regions(gm: fx.GraphModule) -> None:
         if has_options(body) or any(user.target is not operator.getitem for user in call.users):
             continue
         _inline(gm, call, body)
+        bodies.append(body)
         if not region.users:
             gm.graph.erase_node(region)
         if not gm.graph.find_nodes(op="get_attr", target=region.target):
             delattr(gm, region.target)
+    return f"{len(bodies)} calls of {len(set(bodies))} that Dynamo read" if bodies else ""
 
 
 def _inline(gm: fx.GraphModule, call: fx.Node, body: fx.GraphModule) -> None:

@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 import mindspeed_fx
 from mindspeed_fx.backend import Compilation
 from mindspeed_fx.compat import alike_layers
+from mindspeed_fx.report import recorder
 
 needs_reuse = pytest.mark.skipif(
     "max_reuse_entries" not in inspect.signature(torch.compiler.nested_compile_region).parameters,
@@ -77,6 +78,14 @@ def test_layers_are_read_once(regions):
     model = Model()
     torch.testing.assert_close(step(model, compiled(model, fullgraph=True), X), step(model, model, X))
     assert regions == [(9, 1)]
+
+
+def test_a_report_tells():
+    torch._dynamo.reset()
+    with recorder.collecting() as graphs:
+        compiled(Model(), fullgraph=True)(X).backward()
+    (graph,) = graphs
+    assert graph.effective["regions"] == "9 calls of 1 that Dynamo read"
 
 
 def test_few_layers_are_read_each(regions):
