@@ -21,7 +21,7 @@ import functools
 import logging
 from typing import Any, Callable
 
-from mindspeed_fx.compat import dynamo, region_lookup, region_reads
+from mindspeed_fx.compat import dynamo, region_lookup, region_reads, region_results
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +79,7 @@ def guard() -> None:
     region_reads.keep_reads_within()
     region_lookup.remember_rewriting()
     region_lookup.flatten_directly(regions)
+    region_results.are_no_leaves(regions)
 
 
 @functools.cache
