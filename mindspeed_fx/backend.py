@@ -40,7 +40,7 @@ from mindspeed_fx.garbage import without_collection
 from mindspeed_fx.hooks import CapturedPasses, identity
 from mindspeed_fx.kernels.lower import lower
 from mindspeed_fx.kernels.npu import acl_graph
-from mindspeed_fx.layers import leave_out, may_be_read_once
+from mindspeed_fx.layers import leave_out
 from mindspeed_fx.options import Options
 from mindspeed_fx.partition import selected, written_inputs, zeros
 from mindspeed_fx.partition.order import prepare_early
@@ -51,7 +51,7 @@ from mindspeed_fx.partition.unroll import unroll
 from mindspeed_fx.passes import overlap
 from mindspeed_fx.passes.overlap.model.step_lanes import record_lanes
 from mindspeed_fx.passes.runner import Pipeline
-from mindspeed_fx.reading import beside_reading
+from mindspeed_fx.reading import beside_reading, may_be_read_once
 from mindspeed_fx.report import progress, recorder
 from mindspeed_fx.report.code import remembering
 from mindspeed_fx.sharding import parallelized_graph as sharding

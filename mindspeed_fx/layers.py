@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Sequence
 
-import torch
 import torch.fx as fx
 
-from mindspeed_fx.errors import OptionError
-from mindspeed_fx.options import Options
 from mindspeed_fx.partition.shorten import Shortened, shorten
 from mindspeed_fx.partition.stretch import LayersDiffer
 from mindspeed_fx.passes.lowering import repeated_layers
-from mindspeed_fx.passes.manager import PassError
-from mindspeed_fx.passes.runner import Pipeline
 from mindspeed_fx.report import recorder
 
 
@@ -56,16 +51,3 @@ def why_each(compilation: Any) -> str:
 def _names_layers(recompute: Any) -> bool:
     """Whether option "recompute" says something else of one layer than of another: "block:N", or globs."""
     return ":" in recompute if isinstance(recompute, str) else recompute is not None
-
-
-def may_be_read_once(options: dict[str, Any] | None, layer: torch.nn.Module) -> bool:
-    """Whether Dynamo may read ``layer`` for others of its class (:mod:`mindspeed_fx.compat.alike_layers`): not where
-    its weights are parts of a plan's, of which each is known by its name, nor where layers are not shared at all."""
-    parameter = next(layer.parameters(), None)
-    if parameter is None or any("_sharded" in vars(module) for module in layer.modules()):
-        return False
-    try:
-        pipeline = Pipeline(Options.parse(options).resolve(parameter.device.type))
-    except (OptionError, PassError):  # which the backend tells
-        return False
-    return any(p.name == repeated_layers.NAME for p in pipeline.passes)

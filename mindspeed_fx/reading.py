@@ -1,4 +1,4 @@
-"""What is done while Dynamo reads a model for the backend."""
+"""What is decided and done while Dynamo reads a model for the backend."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from mindspeed_fx.compat import vector_instructions
 from mindspeed_fx.errors import OptionError
 from mindspeed_fx.garbage import without_collection
 from mindspeed_fx.options import Options
+from mindspeed_fx.passes.lowering import repeated_layers
+from mindspeed_fx.passes.manager import PassError
+from mindspeed_fx.passes.runner import Pipeline
 
 
 @contextlib.contextmanager
@@ -43,3 +46,16 @@ def _device(value: Any) -> str | None:
     if isinstance(value, torch.nn.Module):
         value = next(value.parameters(), None)
     return value.device.type if isinstance(value, torch.Tensor) else None
+
+
+def may_be_read_once(options: dict[str, Any] | None, layer: torch.nn.Module) -> bool:
+    """Whether Dynamo may read ``layer`` for others of its class (:mod:`mindspeed_fx.compat.alike_layers`): not where
+    its weights are parts of a plan's, of which each is known by its name, nor where layers are not shared at all."""
+    parameter = next(layer.parameters(), None)
+    if parameter is None or any("_sharded" in vars(module) for module in layer.modules()):
+        return False
+    try:
+        pipeline = Pipeline(Options.parse(options).resolve(parameter.device.type))
+    except (OptionError, PassError):  # which the backend tells
+        return False
+    return any(p.name == repeated_layers.NAME for p in pipeline.passes)

@@ -1,10 +1,10 @@
 """Layers that are alike are read once by Dynamo, without a mark of the user's: a part of :mod:`mindspeed_fx.compat`.
 
-Reading a layer takes Dynamo as long as all else that is done for it. Modules of one class of which a ``ModuleList`` has
-many are called as regions are that the user marked by ``torch.compiler.nested_compile_region``: of each call Dynamo
-(2.13) compares what the module that was read is guarded by (:mod:`mindspeed_fx.compat.unread_regions`). A frame in
-which a region cannot be read, for a graph break or an error inside, is read anew without any; so is, from there on, a
-class whose calls keep being different.
+Reading a layer takes Dynamo as long as all else that is done for it. Modules of one class of which a ``ModuleList`` or
+``Sequential`` has many are called as regions are that the user marked by ``torch.compiler.nested_compile_region``: of
+each call Dynamo (2.13) compares what the one that was read is guarded by (:mod:`mindspeed_fx.compat.unread_regions`).
+A frame in which a region cannot be read, for a graph break or an error inside, is read anew without any; so is, from
+there on, a class whose calls keep being different.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any, Callable, Iterator
 
 import torch
 from torch._guards import CompileContext
+
+from mindspeed_fx.compat import dynamo
 
 logger = logging.getLogger(__name__)
 
@@ -105,21 +107,31 @@ def _layers_of(tx: Any, is_wanted: Callable[[Callable, torch.nn.Module], bool]) 
     if not hasattr(output, "_alike_layers"):
         root = output.root_tx
         is_read_each = output.export or root is None or hasattr(CompileContext.get(), "_reads_layers_each")
-        alike = {} if is_read_each else _alike(root.f_locals, lambda layer: is_wanted(output.compiler_fn, layer))
+        names = {} if is_read_each else dynamo.names_of(root.f_code, root.f_locals, root.f_globals)
+        alike = _alike(names, lambda layer: is_wanted(output.compiler_fn, layer))
         output._alike_layers = _Layers(alike) if alike else None
     return output._alike_layers
 
 
 def _alike(names: dict[str, Any], is_wanted: Callable[[torch.nn.Module], bool]) -> dict[int, torch.nn.Module]:
     """By id the modules of which there are many in a list of what the frame knows by name."""
-    modules = {id(m): m for value in names.values() if isinstance(value, torch.nn.Module) for m in value.modules()}
     alike = {}
-    for layers in (m for m in modules.values() if isinstance(m, torch.nn.ModuleList)):
+    models = [value for value in names.values() if isinstance(value, torch.nn.Module)]
+    for layers in (members for model in models for members in _lists(model)):
         of_kind = Counter(map(type, layers))
         kinds = {kind for kind, count in of_kind.items() if count >= FEWEST}
         wanted = {kind: is_wanted(next(m for m in layers if type(m) is kind)) for kind in kinds}
         alike.update({id(m): m for m in layers if wanted.get(type(m))})
     return alike
+
+
+def _lists(module: torch.nn.Module) -> Iterator[list[torch.nn.Module]]:
+    """What lies in the lists of a model; not those within layers, as of experts, whose calls data may decide."""
+    for child in module.children():
+        if isinstance(child, torch.nn.ModuleList | torch.nn.Sequential):
+            yield [m for m in child if any(True for _ in m.children())]
+        else:
+            yield from _lists(child)
 
 
 def _may_be_region(tx: Any, layers: _Layers, module: Any) -> bool:

@@ -8,6 +8,7 @@ import functools
 import inspect
 import sys
 import time
+import types
 import warnings
 from typing import Any, Callable, Iterator
 
@@ -351,7 +352,19 @@ def _compiling() -> tuple[Callable | None, dict[str, Any]]:
             break
         frame = frame.f_back
     known = frame.f_locals if frame is not None else {}
-    return known.get("compiler_fn"), known.get("locals") or {}
+    if "compiler_fn" not in known:
+        return None, {}
+    return known["compiler_fn"], names_of(known["code"], known["locals"], known["globals"])
+
+
+def names_of(code: types.CodeType, local: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+    """What a function that Dynamo reads knows by name: variables, those of outer functions, and globals."""
+    names = {name: known[name] for name in code.co_names if name in known} | local
+    for name, cell in local.items():
+        if isinstance(cell, types.CellType):
+            with contextlib.suppress(ValueError):  # nothing is in it yet
+                names[name] = cell.cell_contents
+    return names
 
 
 def function_of(compiler: Callable) -> Callable:

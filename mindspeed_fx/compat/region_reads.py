@@ -95,8 +95,8 @@ def are_same(tx: Any, names: Names, moved: Callable[[Any], Any]) -> bool:
     from torch._dynamo.guards import install_guard, make_dupe_guard
 
     values: dict[Any, Any] = {}
-    there = [(source, known, moved(source), moved(known)) for source, known in names]
-    pairs = [(s, k) for source, known, s, k in there if s != source or k != known]
+    pairs = [(moved(source), moved(known)) for source, known in names]
+    pairs = [pair for pair, old in zip(pairs, names, strict=True) if pair != old]
     if any(_value(tx, source, values) is not _value(tx, known, values) for source, known in pairs):
         return False
     for source, known in pairs:

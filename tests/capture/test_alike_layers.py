@@ -88,6 +88,48 @@ def test_a_report_tells():
     assert graph.effective["regions"] == "9 calls of 1 that Dynamo read"
 
 
+GLOBAL = Model()
+
+
+@pytest.mark.parametrize("where", ["outer function", "globals", "sequential"])
+def test_where_layers_are(where, regions):
+    model = GLOBAL if where == "globals" else Model()
+    if where == "sequential":
+        model.layers = torch.nn.Sequential(*model.layers)
+    calls = {
+        "outer function": lambda x: model(x),
+        "globals": lambda x: GLOBAL(x),
+        "sequential": lambda x: model.layers(x).square().mean(),
+    }
+    torch.testing.assert_close(step(model, compiled(calls[where]), X), step(model, calls[where], X))
+    assert regions == [(9, 1)]
+
+
+def test_lists_within_layers_are_left_to_them(regions):
+    """Experts, as a rule: which of them are called, and for how many tokens, data may decide."""
+
+    class Mixture(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = Model(12)
+
+        def forward(self, x):
+            return x + self.experts(x)
+
+    class Mixtures(Model):
+        def __init__(self):
+            torch.nn.Module.__init__(self)
+            self.layers = torch.nn.ModuleList(Mixture() for _ in range(3))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x.square().mean()
+
+    compiled(Mixtures())(X)
+    assert regions == [(0, 0)]
+
+
 def test_few_layers_are_read_each(regions):
     compiled(Model(alike_layers.FEWEST - 1))(X)
     assert regions == [(0, 0)]
