@@ -33,19 +33,15 @@ def beside_reading(options: dict[str, Any] | None, names: dict[str, Any]) -> Ite
 
 def _generates_for_cpu(options: dict[str, Any] | None, names: dict[str, Any]) -> bool:
     """Whether Inductor writes code for a CPU, by settings that are known already."""
-    if not any(_device(value) == "cpu" for value in names.values()):
+    modules = [value for value in names.values() if isinstance(value, torch.nn.Module)]
+    weights = [p for p in (next(module.parameters(), None) for module in modules) if p is not None]
+    if not any(t.device.type == "cpu" for t in weights or names.values() if isinstance(t, torch.Tensor)):
         return False
     try:
         resolved = Options.parse(options).resolve("cpu")
     except OptionError:  # which the backend tells
         return False
     return resolved.codegen == "inductor" and not any(name.startswith("cpp") for name in resolved.inductor)
-
-
-def _device(value: Any) -> str | None:
-    if isinstance(value, torch.nn.Module):
-        value = next(value.parameters(), None)
-    return value.device.type if isinstance(value, torch.Tensor) else None
 
 
 def may_be_read_once(options: dict[str, Any] | None, layer: torch.nn.Module) -> bool:

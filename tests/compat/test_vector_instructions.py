@@ -100,6 +100,8 @@ CPU, META = torch.ones(2), torch.ones(2, device="meta")
         (None, {"x": CPU}, True),
         ({"level": 1}, {"model": torch.nn.Linear(2, 2)}, True),
         (None, {"model": torch.nn.Linear(2, 2, device="meta")}, False),
+        (None, {"model": torch.nn.Linear(2, 2, device="meta"), "x": CPU}, False),
+        (None, {"model": torch.nn.SiLU(), "x": CPU}, True),
         (None, {"x": META, "n": 3, "model": torch.nn.SiLU()}, False),
         ({"codegen": "eager"}, {"x": CPU}, False),
         ({"inductor": {"cpp.simdlen": 256}}, {"x": CPU}, False),
