@@ -223,3 +223,22 @@ def test_what_a_layer_returns_may_be_written(kind):
     torch.manual_seed(0)
     model, x = Model(kind, times_in_place, lambda layer: 1.0), torch.randn(4, 8, dtype=torch.float64)
     torch.testing.assert_close(step(model, compiled(model), x), step(model, model, x))
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_layers_with_a_transposed_weight(marked):
+    """With torch's own backends marked ones end in an error: Dynamo reads ``weight.T`` outside of the region."""
+
+    class Transposed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 8, bias=False, dtype=torch.float64)
+
+        def forward(self, x):
+            return torch.tanh(x @ self.linear.weight.T)
+
+    if marked:
+        Transposed.forward = torch.compiler.nested_compile_region(Transposed.forward)
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(*(Transposed() for _ in range(LAYERS))), torch.randn(4, 8, dtype=torch.float64)
+    torch.testing.assert_close(step(model, compiled(model), x), step(model, model, x))
