@@ -3,7 +3,7 @@
 
 - Objects that the frame reads by another name, too: ``layers[0].config`` is ``model.config``, and everything read of it
   is guarded by that name, which layer 5 with a configuration of its own does not have.
-- What the frame has written by then: guards compare what was there before.
+- What the frame has written by then, and since: guards compare what was there before.
 - What is read and written within a checkpoint, or another region, inside of it: torch forgets it with that one.
 - The settings that it is called in, of autocast and gradients.
 """
@@ -53,22 +53,42 @@ def _accelerator() -> str:
     return "cpu" if device is None else device.type
 
 
-def written(tx: Any) -> set[int] | None:
-    """By id the caller's objects of which the frame has set attributes so far; None where it has written globals, or
-    into lists and dicts."""
-    from torch._dynamo.source import AttrSource
-    from torch._dynamo.variables.base import AttributeMutationExisting
+def count_writes() -> None:
+    """Count what a frame writes into the caller's objects, globals and variables of outer functions."""
+    from torch._dynamo.side_effects import SideEffects
+    from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 
-    effects = tx.output.side_effects
-    others, objects = set(effects.mutated_sources), set()
+    def counting(write: Callable) -> Callable:
+        @functools.wraps(write)
+        def counted(self: Any, variable: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(variable.mutation_type, AttributeMutationExisting | ValueMutationExisting):
+                output = self.output_graph_weakref()
+                output._region_writes = writes(output) + 1
+            return write(self, variable, *args, **kwargs)
+
+        return counted
+
+    SideEffects.store_attr, SideEffects.mutation = counting(SideEffects.store_attr), counting(SideEffects.mutation)
+
+
+def writes(output: Any) -> int:
+    """How often the frame of this graph has written so far."""
+    return getattr(output, "_region_writes", 0)
+
+
+def written(tx: Any) -> set[int]:
+    """By id the caller's objects that the frame has written into so far. Globals and variables of outer functions are
+    the same for every call of a region."""
+    from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+
+    effects, objects = tx.output.side_effects, set()
     for item, values in effects.store_attr_mutations.items():
-        if not values or not isinstance(item.mutation_type, AttributeMutationExisting):
-            continue
-        if not hasattr(item, "value"):  # a global, or a variable of an outer function
-            return None
-        objects.add(id(item.value))
-        others.difference_update(AttrSource(item.source, name) for name in values)
-    return None if others else objects
+        if values and isinstance(item.mutation_type, AttributeMutationExisting) and hasattr(item, "value"):
+            objects.add(id(item.value))
+    for number, item in effects.id_to_variable.items():
+        if isinstance(item.mutation_type, ValueMutationExisting) and item.mutation_type.is_modified:
+            objects.add(number)
+    return objects
 
 
 def reached(tx: Any, sources: Iterable[Any]) -> set[int]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from typing import Any, Callable
+from typing import Any, Callable, Iterable
 
 from mindspeed_fx.compat import dynamo, region_lookup, region_reads, region_results
 
@@ -51,11 +51,11 @@ def guard() -> None:
         with region_lookup.rewriting_once():
             if not _compiles_here(tx):
                 return reuse(tx, condition, fingerprint, read)
-            if (written := region_reads.written(tx)) is None or not reuse(tx, condition, fingerprint, read):
+            if condition.writes != region_reads.writes(tx.output) or not reuse(tx, condition, fingerprint, read):
                 return False
             replaced = regions.build_source_replacement(read.arg_sources, fingerprint.arg_sources)
             captured = [c.source for c in read.subgraph_input_mapping if isinstance(c, regions.LiftedCapturedSource)]
-            return _take(tx, condition, captured, written, lambda s: s.clone(lambda part: replaced.get(part, part)))
+            return _take(tx, condition, captured, lambda s: s.clone(lambda part: replaced.get(part, part)))
 
     @functools.wraps(save)
     def save_reuse_entry(tx: Any, function: Any, *args: Any, **kwargs: Any) -> None:
@@ -79,6 +79,7 @@ def guard() -> None:
     regions.build_reuse_condition, regions.is_reusable = build_reuse_condition, is_reusable
     regions.build_input_fingerprint = build_input_fingerprint
     regions.save_reuse_entry = save_reuse_entry
+    region_reads.count_writes()
     region_reads.keep_reads_within()
     region_lookup.remember_rewriting()
     region_lookup.flatten_directly(regions)
@@ -111,15 +112,19 @@ def _condition(tx: Any, fingerprint: Any, traced: Any, build: Callable) -> Any:
     arguments = [s for s in fingerprint.arg_sources if s is not None]
     condition.sources = [*(source for source, *_ in condition.guards), *traced, *arguments]
     condition.known = region_reads.known_otherwise(tx, {*traced, *arguments})
+    condition.writes = region_reads.writes(tx.output)
+    return None if _has_written(tx, condition.sources) else condition
+
+
+def _has_written(tx: Any, sources: Iterable[Any]) -> bool:
+    """Whether the frame has written into what lies at ``sources``, or on the way there."""
     written = region_reads.written(tx)
-    if written is None or (written and written & region_reads.reached(tx, condition.sources)):
-        return None
-    return condition
+    return bool(written) and bool(written & region_reads.reached(tx, sources))
 
 
-def _take(tx: Any, condition: Any, captured: list[Any], written: set[int], moved: Callable[[Any], Any]) -> bool:
+def _take(tx: Any, condition: Any, captured: list[Any], moved: Callable[[Any], Any]) -> bool:
     """Take another call for the region that was read, ``moved`` there, and guard it; False where it is not alike."""
-    if written and written & region_reads.reached(tx, map(moved, condition.sources)):
+    if _has_written(tx, map(moved, condition.sources)):
         return False
     if any(_is_constant(tx, moved(source)) for source in captured):
         return False

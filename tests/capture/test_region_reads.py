@@ -22,6 +22,9 @@ class Settings:
         self.factor = factor
 
 
+SHARED = Settings(3.0)
+
+
 class Layer(torch.nn.Module):
     """Scaled by what ``read`` finds."""
 
@@ -29,6 +32,7 @@ class Layer(torch.nn.Module):
         super().__init__()
         self.linear = torch.nn.Linear(8, 8, dtype=torch.float64)
         self.read, self.settings, self.scale, self.table = read, settings, 1.0, settings.__dict__
+        self.own = {"factor": 1.0}
 
     def forward(self, x):
         return torch.tanh(self.linear(x)) * self.read(self)
@@ -97,6 +101,52 @@ def shared_attribute(model, x):
     return x
 
 
+def global_object(model, x):
+    for i, layer in enumerate(model.layers):
+        SHARED.factor = float(i)
+        x = layer(x)
+    return x
+
+
+def global_object_read_first(model, x):
+    x = x * SHARED.factor
+    x = model.layers[0](x)
+    for i, layer in enumerate(model.layers[1:]):
+        SHARED.factor = float(i)
+        x = layer(x)
+    return x
+
+
+def global_list_read_first(model, x):
+    CALLS[:] = [1]
+    x = x * len(CALLS)
+    for layer in model.layers:
+        x = layer(x)
+        CALLS.append(1)
+    return x
+
+
+def own_keywords(model, x):
+    known = dict(factor=1.0)
+    for i, layer in enumerate(model.layers):
+        known.update(factor=float(i))
+        layer.table = known
+        x = layer(x)
+    return x
+
+
+def own_attributes_before(model, x):
+    for i, layer in enumerate(model.layers):
+        layer.scale = float(i)
+    return in_turn(model, x)
+
+
+def own_tables_before(model, x):
+    for i, layer in enumerate(model.layers):
+        layer.own["factor"] = float(i)
+    return in_turn(model, x)
+
+
 def shared_table(model, x):
     for i, layer in enumerate(model.layers):
         model.layers[0].table["factor"] = float(i)
@@ -131,6 +181,12 @@ WRITES = [
     (global_list, lambda layer: float(len(CALLS))),
     (own_attribute, lambda layer: layer.scale),
     (shared_attribute, lambda layer: layer.settings.factor),
+    (global_object, lambda layer: SHARED.factor),
+    (global_object_read_first, lambda layer: SHARED.factor),
+    (global_list_read_first, lambda layer: float(len(CALLS))),
+    (own_keywords, lambda layer: layer.table["factor"]),
+    (own_attributes_before, lambda layer: layer.scale),
+    (own_tables_before, lambda layer: layer.own["factor"]),
     (shared_table, lambda layer: layer.table["factor"]),
     (own_tensor, lambda layer: layer.extra),
     (some_without_gradients, lambda layer: 1.0),
@@ -156,7 +212,10 @@ def compiled(model):
 def test_what_the_frame_writes_between_layers_is_seen(kind, run, read):
     torch.manual_seed(0)
     model, x = Model(kind, run, read), torch.randn(4, 8, dtype=torch.float64)
-    torch.testing.assert_close(step(model, compiled(model), x), step(model, model, x))
+    SHARED.factor = 3.0
+    result = step(model, compiled(model), x)
+    SHARED.factor = 3.0
+    torch.testing.assert_close(result, step(model, model, x))
 
 
 @pytest.mark.parametrize("kind", KINDS)
