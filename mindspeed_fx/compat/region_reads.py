@@ -5,6 +5,7 @@
   is guarded by that name, which layer 5 with a configuration of its own does not have.
 - What the frame has written by then, and since: guards compare what was there before.
 - What is read and written within a checkpoint, or another region, inside of it: torch forgets it with that one.
+- Which of its arguments are the same, and whether one is a weight of the layer.
 - The settings that it is called in, of autocast and gradients.
 """
 
@@ -40,11 +41,44 @@ def keep_reads_within() -> None:
     OutputGraph.subtracer = subtracer
 
 
+def same_arguments(fingerprint: Any) -> tuple[Any, ...]:
+    """For every argument the first one that is the same: of ``layer(x, x)`` the body has one input. Of constants the
+    type and what is written for them, for 1 is True and 1.0."""
+    first: dict[Any, int] = {}
+    result: list[Any] = []
+    for i, (_, vt) in enumerate(fingerprint.flat_vts):
+        if vt.is_python_constant():
+            result.append((type(vt.value), repr(vt.value)))
+        else:
+            result.append(first.setdefault(vt.as_proxy().node if hasattr(vt, "proxy") else id(vt.value), i))
+    return tuple(result)
+
+
+def reads_argument_otherwise(tx: Any, fingerprint: Any, sources: Iterable[Any]) -> bool:
+    """Whether a region may have read a tensor that it is given by another name, too, of which the body has one input:
+    the layer's own weight, as ``layer(x, layer.weight)`` gives it."""
+    from torch._dynamo.source import is_from_source
+
+    values: dict[Any, Any] = {}
+    modules = [vt.source for _, vt in fingerprint.flat_vts if not hasattr(vt, "proxy") and vt.source is not None]
+    tensors = [vt.source for _, vt in fingerprint.flat_vts if hasattr(vt, "proxy") and vt.source is not None]
+    if any(is_from_source(source, module) for source in tensors for module in modules):
+        return True
+    names = {id(_value(tx, source, values)): source.name for source in tensors}
+    return any(names.get(id(_value(tx, s, values)), s.name) != s.name for s in sources) if names else False
+
+
 def around(tx: Any) -> tuple[Any, ...]:
     """The settings that a region is called in."""
     cast = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", _accelerator())]
     modes = [type(mode) for mode in tx.symbolic_torch_function_state.mode_stack]
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), cast, modes
+    grad = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    return *grad, torch.get_default_dtype(), cast, modes, is_transformed()
+
+
+def is_transformed() -> bool:
+    """Whether the frame is within a transformation of ``torch.func``."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 @functools.cache

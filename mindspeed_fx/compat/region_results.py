@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from mindspeed_fx.compat import region_reads
+
 
 class _Made(torch.autograd.Function):
     """An empty tensor that something with a gradient made."""
@@ -32,7 +34,7 @@ class _Torch:
     @staticmethod
     def empty_strided(*args: Any, **kwargs: Any) -> torch.Tensor:
         leaf = torch.empty_strided(*args, **kwargs)
-        return _Made.apply(leaf) if leaf.requires_grad else leaf
+        return _Made.apply(leaf) if leaf.requires_grad and not region_reads.is_transformed() else leaf
 
 
 def are_no_leaves(regions: Any) -> None:

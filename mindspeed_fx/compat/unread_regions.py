@@ -74,7 +74,8 @@ def guard() -> None:
     @functools.wraps(describe)
     def build_input_fingerprint(tx: Any, *args: Any) -> Any:
         fingerprint = describe(tx, *args)
-        return fingerprint._replace(treespec=(fingerprint.treespec, region_reads.around(tx)))
+        same = region_reads.same_arguments(fingerprint)
+        return fingerprint._replace(treespec=(fingerprint.treespec, same, region_reads.around(tx)))
 
     regions.build_reuse_condition, regions.is_reusable = build_reuse_condition, is_reusable
     regions.build_input_fingerprint = build_input_fingerprint
@@ -113,7 +114,9 @@ def _condition(tx: Any, fingerprint: Any, traced: Any, build: Callable) -> Any:
     condition.sources = [*(source for source, *_ in condition.guards), *traced, *arguments]
     condition.known = region_reads.known_otherwise(tx, {*traced, *arguments})
     condition.writes = region_reads.writes(tx.output)
-    return None if _has_written(tx, condition.sources) else condition
+    if _has_written(tx, condition.sources) or region_reads.reads_argument_otherwise(tx, fingerprint, traced):
+        return None
+    return condition
 
 
 def _has_written(tx: Any, sources: Iterable[Any]) -> bool:

@@ -301,3 +301,83 @@ def test_layers_with_a_transposed_weight(marked):
     torch.manual_seed(0)
     model, x = torch.nn.Sequential(*(Transposed() for _ in range(LAYERS))), torch.randn(4, 8, dtype=torch.float64)
     torch.testing.assert_close(step(model, compiled(model), x), step(model, model, x))
+
+
+class Beside(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8, dtype=torch.float64)
+
+    def forward(self, x, y, n=1):
+        return torch.tanh(self.linear(x)) + 2 * y * n + (3 if n is True else 0)
+
+
+class MarkedBeside(Beside):
+    forward = torch.compiler.nested_compile_region(Beside.forward)
+
+
+def first_is_itself(layers, x):
+    y = x
+    for layer in layers:
+        x = layer(x, y)
+    return x
+
+
+def others_are_themselves(layers, x):
+    x = layers[0](x, x.cos())
+    for layer in layers[1:]:
+        x = layer(x, x)
+    return x
+
+
+def weight_of_the_first(layers, x):
+    for layer in layers:
+        x = layer(x, layers[0].linear.bias)
+    return x
+
+
+def weight_of_the_model(layers, x):
+    for layer in layers:
+        x = layer(x, layers.shared)
+    return x
+
+
+def own_weight(layers, x):
+    for i, layer in enumerate(layers):
+        x = layer(x, layers[i - i % 2].linear.bias)
+    return x
+
+
+def numbers(layers, x):
+    for i, layer in enumerate(layers):
+        x = layer(x, x, (1, True, 1.0, 2.0)[i % 4])
+    return x
+
+
+def under_a_transformation(layers, x):
+    return layers[0](x, x) + torch.func.vmap(lambda row: first_is_itself(layers, row))(x)
+
+
+RUNS = [
+    first_is_itself,
+    others_are_themselves,
+    weight_of_the_first,
+    weight_of_the_model,
+    own_weight,
+    numbers,
+    under_a_transformation,
+]
+
+
+@pytest.mark.parametrize("kind", [Beside, MarkedBeside])
+@pytest.mark.parametrize("run", RUNS)
+def test_which_arguments_are_the_same(kind, run):
+    """With torch's own backends most of it is wrong for marked layers, or an error."""
+    if kind is MarkedBeside and run is under_a_transformation:
+        pytest.skip("marked layers under torch.func.vmap are an error of torch's own")
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleList(kind() for _ in range(LAYERS))
+    layers.__dict__["shared"] = layers[0].linear.bias
+    x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
+    layers.forward = lambda x: run(layers, x)
+    torch.testing.assert_close(step(layers, compiled(layers), x), step(layers, layers, x))
