@@ -381,3 +381,22 @@ def test_which_arguments_are_the_same(kind, run):
     x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
     layers.forward = lambda x: run(layers, x)
     torch.testing.assert_close(step(layers, compiled(layers), x), step(layers, layers, x))
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("tied", [0, 5])
+def test_weights_that_are_one_in_one_layer_are_two_in_others(tied, marked):
+    class Two(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = (torch.nn.Linear(8, 8, dtype=torch.float64) for _ in range(2))
+
+        def forward(self, x):
+            return torch.tanh(self.a(x)) + 3 * self.b(x)
+
+    if marked:
+        Two.forward = torch.compiler.nested_compile_region(Two.forward)
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(*(Two() for _ in range(LAYERS))), torch.randn(4, 8, dtype=torch.float64)
+    model[tied].b.weight = model[tied].a.weight
+    torch.testing.assert_close(step(model, compiled(model), x), step(model, model, x))
