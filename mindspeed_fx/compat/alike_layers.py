@@ -127,11 +127,11 @@ def _alike(names: dict[str, Any], is_wanted: Callable[[torch.nn.Module], bool]) 
 
 def _lists(module: torch.nn.Module) -> Iterator[list[torch.nn.Module]]:
     """What lies in the lists of a model; not those within layers, as of experts, whose calls data may decide."""
+    if isinstance(module, torch.nn.ModuleList | torch.nn.Sequential):
+        yield [m for m in module if any(True for _ in m.children())]
+        return
     for child in module.children():
-        if isinstance(child, torch.nn.ModuleList | torch.nn.Sequential):
-            yield [m for m in child if any(True for _ in m.children())]
-        else:
-            yield from _lists(child)
+        yield from _lists(child)
 
 
 def _may_be_region(tx: Any, layers: _Layers, module: Any) -> bool:

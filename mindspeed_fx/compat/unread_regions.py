@@ -136,7 +136,7 @@ def _take(tx: Any, condition: Any, captured: list[Any], moved: Callable[[Any], A
     for source, _, _, guard in condition.guards:
         here = moved(source)
         if here != source:
-            _guard_alike(here, guard)
+            _guard_alike(tx, here, guard)
     tx.output.current_tracer.traced_sources.update(map(moved, condition.traced_sources))  # of a region around it
     return True
 
@@ -159,15 +159,18 @@ def _missing(tx: Any, fingerprint: Any, condition: Any) -> list[Check] | None:
     return missing
 
 
-def _guard_alike(source: Any, guard: Any) -> None:
-    """Install a guard like another, of another source. Tensors become inputs of the graph, which Dynamo guards
-    itself."""
+def _guard_alike(tx: Any, source: Any, guard: Any) -> None:
+    """Install a guard like another, of another source. Tensors become inputs of the graph, which Dynamo guards; those
+    that are not used are none at the end."""
     from torch._dynamo.guards import install_guard
+    from torch._dynamo.variables.builder import VariableBuilder
 
-    if guard.create_fn_name() != "TENSOR_MATCH":
-        alike = source.make_guard(guard.create_fn)
-        alike.user_stack = guard.user_stack  # the lines that read it, which take long to tell
-        install_guard(alike)
+    if guard.create_fn_name() == "TENSOR_MATCH":
+        VariableBuilder(tx, source)(tx.output.resolve_source_value(source))
+        return
+    alike = source.make_guard(guard.create_fn)
+    alike.user_stack = guard.user_stack  # the lines that read it, which take long to tell
+    install_guard(alike)
 
 
 def _is_constant(tx: Any, source: Any) -> bool:

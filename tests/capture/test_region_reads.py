@@ -400,3 +400,25 @@ def test_weights_that_are_one_in_one_layer_are_two_in_others(tied, marked):
     model, x = torch.nn.Sequential(*(Two() for _ in range(LAYERS))), torch.randn(4, 8, dtype=torch.float64)
     model[tied].b.weight = model[tied].a.weight
     torch.testing.assert_close(step(model, compiled(model), x), step(model, model, x))
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("number", [0, 5])
+def test_a_tensor_that_is_only_looked_at_is_guarded(number, marked):
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 8, dtype=torch.float64)
+            self.table = torch.zeros(3)
+
+        def forward(self, x):
+            return torch.tanh(self.linear(x)) * self.table.shape[0]
+
+    if marked:
+        Scaled.forward = torch.compiler.nested_compile_region(Scaled.forward)
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(*(Scaled() for _ in range(LAYERS))), torch.randn(4, 8, dtype=torch.float64)
+    call = compiled(model)
+    torch.testing.assert_close(step(model, call, x), step(model, model, x))
+    model[number].table = torch.zeros(5)
+    torch.testing.assert_close(step(model, call, x), step(model, model, x))
