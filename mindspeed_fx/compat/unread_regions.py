@@ -133,10 +133,13 @@ def _take(tx: Any, condition: Any, captured: list[Any], moved: Callable[[Any], A
         return False
     if not region_reads.are_same(tx, condition.known, moved):
         return False
-    for source, _, _, guard in condition.guards:
-        here = moved(source)
-        if here != source:
-            _guard_alike(tx, here, guard)
+    here = [(moved(source), guard) for source, _, _, guard in condition.guards if moved(source) != source]
+    for source, guard in here:
+        _guard_alike(source, guard)
+    inputs = {moved(source).name for source in captured}
+    tensors = {s.name: s for s, guard in here if guard.create_fn_name() == "TENSOR_MATCH" and s.name not in inputs}
+    for _, source in sorted(tensors.items()):  # only looked at; guards are in no order, inputs must be
+        _build(tx, source)
     tx.output.current_tracer.traced_sources.update(map(moved, condition.traced_sources))  # of a region around it
     return True
 
@@ -159,24 +162,26 @@ def _missing(tx: Any, fingerprint: Any, condition: Any) -> list[Check] | None:
     return missing
 
 
-def _guard_alike(tx: Any, source: Any, guard: Any) -> None:
-    """Install a guard like another, of another source. Tensors become inputs of the graph, which Dynamo guards; those
-    that are not used are none at the end."""
+def _guard_alike(source: Any, guard: Any) -> None:
+    """Install a guard like another, of another source; tensors are guarded as they become inputs of the graph."""
     from torch._dynamo.guards import install_guard
+
+    if guard.create_fn_name() != "TENSOR_MATCH":
+        alike = source.make_guard(guard.create_fn)
+        alike.user_stack = guard.user_stack  # the lines that read it, which take long to tell
+        install_guard(alike)
+
+
+def _build(tx: Any, source: Any) -> Any:
+    """What Dynamo makes of an object of the caller's: an input of the graph of a tensor, which is none at the end if
+    nothing uses it."""
     from torch._dynamo.variables.builder import VariableBuilder
 
-    if guard.create_fn_name() == "TENSOR_MATCH":
-        VariableBuilder(tx, source)(tx.output.resolve_source_value(source))
-        return
-    alike = source.make_guard(guard.create_fn)
-    alike.user_stack = guard.user_stack  # the lines that read it, which take long to tell
-    install_guard(alike)
+    return VariableBuilder(tx, source)(tx.output.resolve_source_value(source))
 
 
 def _is_constant(tx: Any, source: Any) -> bool:
     """Whether an input is a number that Dynamo takes for a constant there. A region that was read with it as an input,
     because it had changed, ends in an error if it is taken for such a layer."""
-    from torch._dynamo.variables.builder import VariableBuilder
-
     value = tx.output.resolve_source_value(source)
-    return isinstance(value, int | float) and VariableBuilder(tx, source)(value).is_python_constant()
+    return isinstance(value, int | float) and _build(tx, source).is_python_constant()
