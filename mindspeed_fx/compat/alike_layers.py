@@ -58,7 +58,8 @@ def read_once(is_wanted: Callable[[Callable, torch.nn.Module], bool]) -> None:
     from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable as Module
 
     call_module, call_function = Module.call_function, UserFunctionVariable.call_function
-    repeat = regions.stamp_out_subgraph
+    region = regions.InvokeSubgraphHigherOrderVariable
+    read = region.create_wrapped_node
 
     @functools.wraps(call_module)
     def begin(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
@@ -80,19 +81,18 @@ def read_once(is_wanted: Callable[[Callable, torch.nn.Module], bool]) -> None:
         if self.fn is not kind.forward and self.fn is not kind.__call__:  # what looks for its attributes
             return call_function(self, tx, args, kwargs)
         layers.calls = None
-        layers.read[kind] += 1
         with _refusing(tx, self):
             return _region().call_function(tx, [self, *args], kwargs)
 
-    @functools.wraps(repeat)
-    def stamp_out_subgraph(tx: Any, fingerprint: Any, cached: Any) -> Any:
-        layers = getattr(tx.output, "_alike_layers", None)
-        if layers is not None:
-            layers.read.subtract({type(vt.value): 1 for tag, vt in fingerprint.flat_vts[:1] if hasattr(vt, "value")})
-        return repeat(tx, fingerprint, cached)
+    @functools.wraps(read)
+    def create_wrapped_node(self: Any, tx: Any, function: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
+        layers, module = getattr(tx.output, "_alike_layers", None), getattr(args[0], "value", None) if args else None
+        if layers is not None and id(module) in layers.alike:
+            layers.read[type(module)] += 1
+        return read(self, tx, function, args, *rest, **kwargs)
 
     Module.call_function, UserFunctionVariable.call_function = begin, call
-    regions.stamp_out_subgraph = stamp_out_subgraph
+    region.create_wrapped_node = create_wrapped_node
 
 
 def _region() -> Any:

@@ -112,7 +112,7 @@ def compiled_of_backend(step: Callable, name: str) -> tuple[Callable, dict | Non
         raise OptionError(
             f'{own} was compiled by another backend; compile it with backend="{name}", or give it as it is'
         )
-    return own, backend.kwargs.get("options")
+    return own, options_of(backend)
 
 
 def _backend_of(step: Any) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -12,11 +10,8 @@ import mindspeed_fx
 from mindspeed_fx.backend import Compilation
 from mindspeed_fx.compat import alike_layers
 from mindspeed_fx.report import recorder
+from tests.capture.regions import needs_reuse, step
 
-needs_reuse = pytest.mark.skipif(
-    "max_reuse_entries" not in inspect.signature(torch.compiler.nested_compile_region).parameters,
-    reason="this torch reads every region",
-)
 pytestmark = needs_reuse
 
 
@@ -40,14 +35,6 @@ class Model(torch.nn.Module):
         for layer in self.layers:
             x = layer(x, factor=0.5)
         return x.square().mean()
-
-
-def step(model, call, x):
-    model.zero_grad()
-    torch.manual_seed(1)
-    loss = call(x)
-    loss.backward()
-    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
 @pytest.fixture

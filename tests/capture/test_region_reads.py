@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-pytestmark = pytest.mark.skipif(
-    "max_reuse_entries" not in inspect.signature(torch.compiler.nested_compile_region).parameters,
-    reason="this torch reads every region",
-)
+from tests.capture.regions import needs_reuse
+
+pytestmark = needs_reuse
 
 LAYERS = 10
 SCALE, CALLS = 1.0, []

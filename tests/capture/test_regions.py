@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 
 import pytest
@@ -17,6 +16,7 @@ from mindspeed_fx.compat.graph_inputs import copy_dynamo_graph
 from mindspeed_fx.planning.simulate import simulate
 from mindspeed_fx.report import recorder
 from mindspeed_fx.sharding.plan import Plan
+from tests.capture.regions import needs_reuse, step
 
 
 class Marked(torch.nn.Module):
@@ -145,12 +145,6 @@ class Layers(torch.nn.Module):
         return x.square().mean()
 
 
-needs_reuse = pytest.mark.skipif(
-    "max_reuse_entries" not in inspect.signature(torch.compiler.nested_compile_region).parameters,
-    reason="this torch reads every region",
-)
-
-
 def other_activation(layer):
     layer.act = torch.nn.ReLU()
 
@@ -176,14 +170,6 @@ def hooked(layer):
 
 
 CHANGES = [other_activation, other_mode, other_number, other_count, no_bias]
-
-
-def step(model, call, x):
-    model.zero_grad()
-    torch.manual_seed(1)
-    loss = call(x)
-    loss.backward()
-    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
 def compiled_for(model):
