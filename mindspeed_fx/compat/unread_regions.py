@@ -55,6 +55,7 @@ def guard() -> None:
                 return False
             replaced = regions.build_source_replacement(read.arg_sources, fingerprint.arg_sources)
             captured = [c.source for c in read.subgraph_input_mapping if isinstance(c, regions.LiftedCapturedSource)]
+            _bind_numbers(tx, [c.expr for c in read.subgraph_input_mapping if isinstance(c, regions.LiftedBoundSymbol)])
             return _take(tx, condition, captured, lambda s: s.clone(lambda part: replaced.get(part, part)))
 
     @functools.wraps(save)
@@ -117,6 +118,15 @@ def _condition(tx: Any, fingerprint: Any, traced: Any, build: Callable) -> Any:
     if _has_written(tx, condition.sources) or region_reads.reads_argument_otherwise(tx, fingerprint, traced):
         return None
     return condition
+
+
+def _bind_numbers(tx: Any, sizes: Iterable[Any]) -> None:
+    """Let sizes that a region was read with as symbols, and that turned out to be numbers, be inputs as such: with
+    ``dynamic=True`` a weight tells the last size of the first layer's input. Torch has no input for them."""
+    bound = tx.output.current_tracer.bound_symbols
+    for size in sizes:
+        if size.is_Integer:
+            bound.setdefault(size, int(size))
 
 
 def _has_written(tx: Any, sources: Iterable[Any]) -> bool:

@@ -279,6 +279,30 @@ def test_rows_that_change_are_symbols(regions):
     assert [calls for calls, _ in regions] == [9, 9]
 
 
+@pytest.mark.parametrize("marked", [False, True])
+def test_sizes_that_turn_out_to_be_numbers(marked, regions):
+    """With ``dynamic=True`` the size of the layers is a symbol, until the first weight tells it."""
+
+    class Plain(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 8, dtype=torch.float64)
+
+        def forward(self, x):
+            return x + self.linear(x).tanh()
+
+    if marked:
+        Plain.forward = torch.compiler.nested_compile_region(Plain.forward)
+    model = Model()
+    model.layers = torch.nn.Sequential(*(Plain() for _ in range(10)))
+    model.forward = lambda x: model.layers(x).square().mean()
+    call = compiled(model, dynamic=True)
+    for rows in (4, 6, 3):
+        x = torch.randn(rows, 8, dtype=torch.float64)
+        torch.testing.assert_close(step(model, call, x), step(model, model, x))
+    assert regions == [(9, 1)]
+
+
 def test_one_layer_many_times(regions):
     model = Model(2)
     model.layers = torch.nn.ModuleList([model.layers[0]] * 9)
