@@ -35,10 +35,10 @@ class Outcome:
     theirs: bool = False
 
 
-def judge(program: Program) -> Outcome:
+def judge(program: Program, codegen: str = "eager") -> Outcome:
     eager = list(_steps(program, lambda model: model))
     with recorder.collecting() as graphs:
-        failure, steps = _compare(eager, _steps(program, _compile(program, "mindspeed")))
+        failure, steps = _compare(eager, _steps(program, _compile(program, "mindspeed", codegen)))
     regions = sum(int(str(g.effective.get("regions", "0")).split()[0]) for g in graphs)
     if failure is None:
         return Outcome(None, steps, regions)
@@ -47,22 +47,20 @@ def judge(program: Program) -> Outcome:
     return Outcome(failure, steps, regions, theirs is not None)
 
 
-def shrink(program: Program, failure: Failure, seconds: float) -> Program:
-    """The smallest program with such a failure that leaving out one thing at a time comes to."""
+def shrink(program: Program, failure: Failure, seconds: float, codegen: str = "eager") -> Program:
+    """A program with such a failure of which nothing can be left out, or the smallest that time allows."""
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        for candidate in smaller(program):
-            outcome = judge(candidate)
-            if failure.same_as(outcome.failure) and not outcome.theirs:
-                program = candidate
-                break
-        else:
+    for candidate in smaller(program):
+        if time.monotonic() > end:
             break
+        outcome = judge(candidate, codegen)
+        if failure.same_as(outcome.failure) and not outcome.theirs:
+            return shrink(candidate, failure, end - time.monotonic(), codegen)
     return program
 
 
-def _compile(program: Program, backend: str) -> Callable:
-    options = {"options": {"codegen": "eager", "level": program.seed % 3}} if backend == "mindspeed" else {}
+def _compile(program: Program, backend: str, codegen: str = "") -> Callable:
+    options = {"options": {"codegen": codegen, "level": program.seed % 3}} if backend == "mindspeed" else {}
     return lambda model: torch.compile(model, backend=backend, dynamic="dynamic" in program.settings or None, **options)
 
 
