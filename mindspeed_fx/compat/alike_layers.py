@@ -3,8 +3,9 @@
 Reading a layer takes Dynamo as long as all else that is done for it. Modules of one class of which a ``ModuleList`` or
 ``Sequential`` has many are called as regions are that the user marked by ``torch.compiler.nested_compile_region``: of
 each call Dynamo (2.13) compares what the one that was read is guarded by (:mod:`mindspeed_fx.compat.unread_regions`).
-A frame in which a region cannot be read, for a graph break or an error inside, is read anew without any; so is, from
-there on, a class whose calls keep being different.
+A frame in which a region cannot be read, for a graph break or an error inside, is read anew without any, as is one that
+fails later: what a region keeps may be an error where the frame ends. A class whose calls keep being different is read
+as it is from there on.
 """
 
 from __future__ import annotations
@@ -54,12 +55,18 @@ def read_once(is_wanted: Callable[[Callable, torch.nn.Module], bool]) -> None:
         from torch._dynamo.variables import invoke_subgraph as regions
     except ImportError:  # before 2.13
         return
+    from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.variables.functions import UserFunctionVariable
     from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable as Module
 
     call_module, call_function = Module.call_function, UserFunctionVariable.call_function
     region = regions.InvokeSubgraphHigherOrderVariable
-    read = region.create_wrapped_node
+    read, run = region.create_wrapped_node, InstructionTranslator.run
+
+    @functools.wraps(run)
+    def run_frame(self: Any) -> Any:
+        with _refusing(f"layers of {self.f_code.co_name}", lambda: _are_read_once(self)):
+            return run(self)
 
     @functools.wraps(call_module)
     def begin(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
@@ -81,7 +88,7 @@ def read_once(is_wanted: Callable[[Callable, torch.nn.Module], bool]) -> None:
         if self.fn is not kind.forward and self.fn is not kind.__call__:  # what looks for its attributes
             return call_function(self, tx, args, kwargs)
         layers.calls = None
-        with _refusing(tx, self):
+        with _refusing(self.fn.__qualname__, lambda: True):
             return _region().call_function(tx, [self, *args], kwargs)
 
     @functools.wraps(read)
@@ -92,7 +99,7 @@ def read_once(is_wanted: Callable[[Callable, torch.nn.Module], bool]) -> None:
         return read(self, tx, function, args, *rest, **kwargs)
 
     Module.call_function, UserFunctionVariable.call_function = begin, call
-    region.create_wrapped_node = create_wrapped_node
+    region.create_wrapped_node, InstructionTranslator.run = create_wrapped_node, run_frame
 
 
 def _region() -> Any:
@@ -148,9 +155,14 @@ def _may_be_region(tx: Any, layers: _Layers, module: Any) -> bool:
     )
 
 
+def _are_read_once(tx: Any) -> bool:
+    layers = getattr(tx.output, "_alike_layers", None)
+    return layers is not None and bool(layers.read)
+
+
 @contextlib.contextmanager
-def _refusing(tx: Any, function: Any) -> Iterator[None]:
-    """Have the frame read anew, with every layer for itself, where the region cannot be read."""
+def _refusing(what: str, is_read_once: Callable[[], Any]) -> Iterator[None]:
+    """Have the frame read anew, every layer for itself, where something fails that regions may be the reason of."""
     from torch._dynamo import exc, utils
 
     breaks = utils.counters["graph_break"].copy()
@@ -158,9 +170,11 @@ def _refusing(tx: Any, function: Any) -> Iterator[None]:
         yield
     except (exc.RestartAnalysis, exc.SkipFrame):
         raise
-    except Exception as error:  # a graph break, or whatever is only said within regions
+    except Exception as error:  # a graph break, or whatever is only said of regions
+        if not is_read_once():
+            raise
         utils.counters["graph_break"] = breaks
         CompileContext.get()._reads_layers_each = True
         why = str(error).strip().partition("\n")[0]
-        logger.info("layers are read each, for %s cannot be read once for all: %s", function.fn.__qualname__, why)
+        logger.info("layers are read each, for %s cannot be read once for all: %s", what, why)
         raise exc.UnspecializeRestartAnalysis(restart_reason="layers that are alike are read each") from error

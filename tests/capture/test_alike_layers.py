@@ -149,7 +149,13 @@ def aliased(layer, y):
     return y
 
 
-@pytest.mark.parametrize("inside", [broken, aliased])
+def remembering(layer, y):
+    """What is kept is a view of the layer's input or weights: an error, with regions, where the frame ends."""
+    layer.seen = layer.linear.weight[0]
+    return y + layer.seen
+
+
+@pytest.mark.parametrize("inside", [broken, aliased, remembering])
 def test_a_frame_whose_layers_cannot_be_regions_is_read_without(inside, regions):
     model, few = Model(), Model(alike_layers.FEWEST - 1)
     for layer in [*model.layers, *few.layers]:

@@ -207,6 +207,8 @@ FEATURES = (
     ),
     Feature("writes its own", body="y = y.clone()\ny.mul_(2)\ny[:, 0] = 0"),
     Feature("writes its input", body="x.mul_(0.9)"),
+    Feature("keeps its input", body="self.kept_input = x"),
+    Feature("keeps a part of a weight", body="self.kept_part = self.a.weight[0].detach()"),
     Feature("keeps a tensor", body="self.seen = y.detach().mean()"),
     Feature("counts", "self.calls = 0", "self.calls = self.calls + 1\ny = y * min(self.calls, 2)"),
     Feature("logs", "self.log = []", "self.log.append(1.0)\ny = y + 0.1 * min(len(self.log), 3)"),
