@@ -6,12 +6,18 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from mindspeed_fx.compat import alike_layers
 from tests.capture.regions import needs_reuse
 
 pytestmark = needs_reuse
 
-LAYERS = 10
+LAYERS, ONE = 5, 3
 SCALE, CALLS = 1.0, []
+
+
+@pytest.fixture(autouse=True)
+def a_few_are_many(monkeypatch):
+    monkeypatch.setattr(alike_layers, "FEWEST", LAYERS - 1)
 
 
 class Settings:
@@ -223,10 +229,10 @@ def test_an_object_that_the_model_knows_too_may_be_another_one_in_a_layer(kind, 
     call = compiled(model)
     if later:
         torch.testing.assert_close(step(model, call, x), step(model, model, x))
-    model.layers[5].settings = Settings(7.0)
+    model.layers[ONE].settings = Settings(7.0)
     expected = step(model, model, x)
     torch.testing.assert_close(step(model, call, x), expected)
-    model.layers[5].settings = model.settings
+    model.layers[ONE].settings = model.settings
     assert not torch.equal(model(x), expected[0])
 
 
@@ -381,7 +387,7 @@ def test_which_arguments_are_the_same(kind, run):
 
 
 @pytest.mark.parametrize("marked", [False, True])
-@pytest.mark.parametrize("tied", [0, 5])
+@pytest.mark.parametrize("tied", [0, ONE])
 def test_weights_that_are_one_in_one_layer_are_two_in_others(tied, marked):
     class Two(torch.nn.Module):
         def __init__(self):
@@ -400,7 +406,7 @@ def test_weights_that_are_one_in_one_layer_are_two_in_others(tied, marked):
 
 
 @pytest.mark.parametrize("marked", [False, True])
-@pytest.mark.parametrize("number", [0, 5])
+@pytest.mark.parametrize("number", [0, ONE])
 def test_a_tensor_that_is_only_looked_at_is_guarded(number, marked):
     class Scaled(torch.nn.Module):
         def __init__(self):
