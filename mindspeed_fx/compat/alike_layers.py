@@ -135,7 +135,8 @@ def _alike(names: dict[str, Any], is_wanted: Callable[[torch.nn.Module], bool]) 
 def _lists(module: torch.nn.Module) -> Iterator[list[torch.nn.Module]]:
     """What lies in the lists of a model; not those within layers, as of experts, whose calls data may decide."""
     if isinstance(module, torch.nn.ModuleList | torch.nn.Sequential):
-        yield [m for m in module if any(True for _ in m.children())]
+        members = module._modules.values()  # some are None, as x-transformers lists them
+        yield [m for m in members if m is not None and any(True for _ in m.children())]
         return
     for child in module.children():
         yield from _lists(child)

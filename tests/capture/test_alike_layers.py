@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -89,6 +91,14 @@ def test_where_layers_are(where, regions):
         "sequential": lambda x: model.layers(x).square().mean(),
     }
     torch.testing.assert_close(step(model, compiled(calls[where]), X), step(model, calls[where], X))
+    assert regions == [(9, 1)]
+
+
+def test_a_list_may_hold_none(regions):
+    model = Model()
+    model.layers.append(None)
+    model.forward = lambda x: functools.reduce(lambda x, layer: layer(x), list(model.layers)[:-1], x).square().mean()
+    torch.testing.assert_close(step(model, compiled(model), X), step(model, model, X))
     assert regions == [(9, 1)]
 
 
