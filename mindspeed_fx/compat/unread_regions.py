@@ -16,10 +16,11 @@ is an error of torch's own.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
-from typing import Any, Callable, Iterable
+from typing import Any, Callable, Iterable, Iterator
 
 from mindspeed_fx.compat import dynamo, region_lookup, region_reads, region_results
 
@@ -38,7 +39,7 @@ def guard() -> None:
     except ImportError:  # before 2.13
         return
     build, reuse, save = regions.build_reuse_condition, regions.is_reusable, regions.save_reuse_entry
-    describe = regions.build_input_fingerprint
+    describe, call = regions.build_input_fingerprint, regions.stamp_out_subgraph
 
     @functools.wraps(build)
     def build_reuse_condition(tx: Any, fingerprint: Any, traced: Any) -> Any:
@@ -55,7 +56,6 @@ def guard() -> None:
                 return False
             replaced = regions.build_source_replacement(read.arg_sources, fingerprint.arg_sources)
             captured = [c.source for c in read.subgraph_input_mapping if isinstance(c, regions.LiftedCapturedSource)]
-            _bind_numbers(tx, [c.expr for c in read.subgraph_input_mapping if isinstance(c, regions.LiftedBoundSymbol)])
             return _take(tx, condition, captured, lambda s: s.clone(lambda part: replaced.get(part, part)))
 
     @functools.wraps(save)
@@ -78,8 +78,14 @@ def guard() -> None:
         same = region_reads.same_arguments(fingerprint)
         return fingerprint._replace(treespec=(fingerprint.treespec, same, region_reads.around(tx)))
 
+    @functools.wraps(call)
+    def stamp_out_subgraph(tx: Any, fingerprint: Any, read: Any) -> Any:
+        sizes = [part.expr for part in read.subgraph_input_mapping if isinstance(part, regions.LiftedBoundSymbol)]
+        with _numbers_bound(tx.output.current_tracer.bound_symbols, sizes):
+            return call(tx, fingerprint, read)
+
     regions.build_reuse_condition, regions.is_reusable = build_reuse_condition, is_reusable
-    regions.build_input_fingerprint = build_input_fingerprint
+    regions.build_input_fingerprint, regions.stamp_out_subgraph = build_input_fingerprint, stamp_out_subgraph
     regions.save_reuse_entry = save_reuse_entry
     region_reads.count_writes()
     region_reads.keep_reads_within()
@@ -120,13 +126,17 @@ def _condition(tx: Any, fingerprint: Any, traced: Any, build: Callable) -> Any:
     return condition
 
 
-def _bind_numbers(tx: Any, sizes: Iterable[Any]) -> None:
-    """Let sizes that a region was read with as symbols, and that turned out to be numbers, be inputs as such: with
+@contextlib.contextmanager
+def _numbers_bound(bound: dict[Any, Any], sizes: Iterable[Any]) -> Iterator[None]:
+    """Within, sizes that a region was read with as symbols, and that turned out to be numbers, are inputs as such: with
     ``dynamic=True`` a weight tells the last size of the first layer's input. Torch has no input for them."""
-    bound = tx.output.current_tracer.bound_symbols
-    for size in sizes:
-        if size.is_Integer:
-            bound.setdefault(size, int(size))
+    numbers = {size: int(size) for size in sizes if size.is_Integer and size not in bound}
+    bound.update(numbers)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            del bound[number]
 
 
 def _has_written(tx: Any, sources: Iterable[Any]) -> bool:

@@ -180,6 +180,20 @@ def test_a_frame_whose_layers_cannot_be_regions_is_read_without(inside, regions)
     assert results[few] == results[model]
 
 
+def test_a_static_cache(monkeypatch):
+    """Its layers keep what is made of a layer's input: an error, with regions, where the frame ends."""
+    transformers = pytest.importorskip("transformers", reason="needs Hugging Face transformers")
+    monkeypatch.setattr(alike_layers, "FEWEST", 2)
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=16, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1, vocab_size=32)
+    config = transformers.LlamaConfig(num_hidden_layers=2, **sizes)
+    model, ids = transformers.LlamaForCausalLM(config).eval(), torch.randint(0, 32, (1, 5))
+    cache = transformers.StaticCache(config=config, max_cache_len=8)
+    with torch.no_grad():
+        result = compiled(model)(input_ids=ids, past_key_values=cache).logits
+        torch.testing.assert_close(result, model(input_ids=ids).logits)
+
+
 def test_an_error_of_a_layer_is_the_callers(regions):
     def wrong(layer, y):
         raise ValueError("not today")

@@ -30,8 +30,10 @@ BACKENDS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "aot_eager": ("aot_eager", {}),
     "mindspeed": ("mindspeed", {}),
     "passes": ("mindspeed", {"codegen": "eager"}),
+    "read_once": ("mindspeed", {"codegen": "eager"}),
 }
-"""Name -> (backend of torch.compile, options). "passes" is ours without generated code, which compiles in a moment."""
+"""Name -> (backend of torch.compile, options). "passes" is ours without generated code, which compiles in a moment;
+"read_once" the same with two layers of a class for many, of which Dynamo reads one (``compat/alike_layers.py``)."""
 
 MODULES = (
     *("causal", "encoders", "images", "audio", "multimodal", "generation", "trainer", "adapters", "trl_losses"),
@@ -80,6 +82,10 @@ class Run:
     def __init__(self, label: str) -> None:
         self.label = label
         self.name, self.options = BACKENDS[label]
+        if label == "read_once":
+            from mindspeed_fx.compat import alike_layers
+
+            alike_layers.FEWEST = 2
         if self.name == "mindspeed" and self.options:
             os.environ["MINDSPEED_FX_OPTIONS"] = json.dumps(self.options)  # for libraries that take a name alone
 

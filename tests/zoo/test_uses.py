@@ -18,6 +18,7 @@ EMULATED = {
     "gpt2": "padded_left+told_all",
     "qwen3_moe": "packed+frozen",
 }
+READ_ONCE = ("deepseek_v3", "gemma2", "qwen3_next")
 MORE = ("bloom", "cohere2", "deepseek_v3", "falcon_h1", "gpt_oss", "lfm2", "mixtral", "qwen3_next", "xglm")
 TOGETHER = (
     "padded+cached+told_all",
@@ -38,6 +39,12 @@ def test_a_use_gives_what_it_gives_eager(name):
 @pytest.mark.parametrize("name", EMULATED)
 def test_a_use_gives_on_an_emulated_npu_what_it_gives_eager(name):
     kind, text = uses.compared(name, EMULATED[name], {"target": "npu"})
+    assert kind == "equal" and len(text) == len("1e-07"), text
+
+
+@pytest.mark.parametrize("name", READ_ONCE)
+def test_layers_that_are_read_once_give_what_they_give_eager(name):
+    kind, text = uses.compared(name, f"dropping+{uses.READ_ONCE}")
     assert kind == "equal" and len(text) == len("1e-07"), text
 
 

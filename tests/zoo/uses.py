@@ -16,6 +16,7 @@ import concurrent.futures
 import contextlib
 import json
 import multiprocessing
+import unittest.mock
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -24,6 +25,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 
+from mindspeed_fx.compat import alike_layers
 from tests.scenarios.compare import largest_of
 from tests.zoo import architectures, table
 
@@ -173,7 +175,9 @@ CALLS: dict[str, Callable[[Inputs], Inputs]] = {
 CHANGES: dict[str, Callable[[torch.nn.Module], None]] = {
     f.__name__: f for f in (frozen, checkpointed, adapted, dropping, marked)
 }
-USES = ("plain", *CALLS, *CHANGES)
+READ_ONCE = "read_once"
+"""Two layers of a class are many, of which Dynamo reads one (``compat/alike_layers.py``)."""
+USES = ("plain", *CALLS, *CHANGES, READ_ONCE)
 
 
 # ---------------------------------------------------------------- the comparison
@@ -291,10 +295,12 @@ def compared(name: str, use: str, options: Mapping[str, Any] = {}) -> tuple[str,
     between them. A difference that one of torch's own backends has as well, or the rounding of weights, is equal; what
     fails is not, and the text tells whether theirs fail, too."""
     parts, options = use.split("+"), {"codegen": "eager", "target": "cpu", **options}
+    fewest = 2 if READ_ONCE in parts else alike_layers.FEWEST
 
     def through(backend: str, **settings: Any) -> Tensors:
         torch._dynamo.reset()
-        return step(torch.compile(model, backend=backend, **settings), model, inputs, parts)
+        with unittest.mock.patch.object(alike_layers, "FEWEST", fewest):
+            return step(torch.compile(model, backend=backend, **settings), model, inputs, parts)
 
     try:
         model, inputs = build(name, parts)
