@@ -1,6 +1,6 @@
 """Run scenarios with eager PyTorch and with backends, compare, and write the table.
 
-    python -m tests.scenarios [NAMES] [--backend passes mindspeed inductor] [--write docs/scenarios.md]
+    python -m tests.scenarios [NAMES] [--backend passes mindspeed read_once inductor] [--write docs/scenarios.md]
 
 NAMES are names, or parts of them where no scenario is called so. Inductor runs where one of ours raises or differs, or
 where it is named. The exit status is 1 where something that Inductor does rightly is not right here.
