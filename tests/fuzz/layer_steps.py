@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import linecache
 import sys
 import time
 import types
@@ -19,6 +18,7 @@ from mindspeed_fx.report import recorder
 
 from .layer_lists import Program, smaller
 from .oracle import Failure
+from .program import load
 
 STEPS = 3
 Values = dict[str, Any]
@@ -95,13 +95,10 @@ def _same(expected: Any, actual: Any) -> bool:
 def _steps(program: Program, wrap: Callable) -> Any:
     """Of each step what came of it: values by name, or the error."""
     torch._dynamo.reset()
-    text, file = program.text(), f"<layers {program.seed}>"
-    linecache.cache[file] = (len(text), None, text.splitlines(True), file)
     module = sys.modules["fuzzed_layers"] = types.ModuleType("fuzzed_layers")  # where dataclasses look for their own
-    space = vars(module)
     with warnings.catch_warnings(), inductor_config.patch(fallback_random=True):
         warnings.simplefilter("ignore")
-        exec(compile(text, file, "exec"), space)
+        space = load(program, module.__name__, vars(module))
         torch.manual_seed(program.seed)
         model = space["Model"]().double()
         if "frozen" in program.settings:

@@ -7,6 +7,7 @@ import linecache
 import re
 import textwrap
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -188,11 +189,12 @@ def _count(region: Region) -> int:
     return sum(1 if isinstance(part, Statement) else _count(part) for part in region.body)
 
 
-def load(program: Program, name: str = "fuzzed") -> dict:
-    """The namespace of the program's text; its lines are known to tracebacks and to reports."""
+def load(program: Any, name: str = "fuzzed", space: dict | None = None) -> dict:
+    """The namespace of the program's text, ``space`` where that is a module's; its lines are known to tracebacks and to
+    reports."""
     text, file = program.text(), f"<{name}>"
     linecache.cache[file] = (len(text), None, text.splitlines(True), file)
-    space: dict = {"__name__": name}
+    space = {"__name__": name} if space is None else space
     exec(compile(text, file, "exec"), space)
     return space
 

@@ -115,9 +115,12 @@ def test_a_page_keeps_what_is_not_run_again():
     assert report.merge(report.Row("x", {"eager": "late"}), old) == old
 
 
-def test_what_is_equal_with_generated_code_alone_is_not_counted_as_equal_with_it_too():
+def test_layers_that_are_read_once_count_as_ours():
     once = report.Row("torch/x", {"eager": "ok", "read_once": "differs"})
     assert once.ran and not once.equal
+
+
+def test_what_is_equal_with_generated_code_alone_is_not_counted_as_equal_with_it_too():
     row = report.Row("torch/x", {"eager": "ok", "passes": "differs", "mindspeed": "equal"})
     assert "1 ran, 0 of them equal (0 with generated" in report.page([row])
 
