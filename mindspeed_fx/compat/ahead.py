@@ -216,7 +216,7 @@ def _compiled_already(vectors: Sequence[Sequence[str]]) -> Iterator[None]:
     from torch._inductor import cpu_vec_isa
 
     known = _known_instructions(vectors)
-    settings = {"cpp_cache_precompile_headers": False} if "cpp_cache_precompile_headers" in vars(config) else {}
+    settings = {"cpp_cache_precompile_headers": False} if hasattr(config, "cpp_cache_precompile_headers") else {}
     with contextlib.ExitStack() as stack:
         stack.enter_context(config.patch(settings))
         if known:
