@@ -212,13 +212,13 @@ def vector_instructions() -> list[list[str]]:
 @contextlib.contextmanager
 def _compiled_already(vectors: Sequence[Sequence[str]]) -> Iterator[None]:
     """Within, Inductor tries no vector instructions and prepares no headers: for the same processor it has done so."""
-    import torch._inductor.config as config
     from torch._inductor import cpu_vec_isa
 
+    from mindspeed_fx.compat import kernel_library
+
     known = _known_instructions(vectors)
-    settings = {"cpp_cache_precompile_headers": False} if hasattr(config, "cpp_cache_precompile_headers") else {}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(config.patch(settings))
+        stack.enter_context(kernel_library.headers_as_they_are())
         if known:
             stack.enter_context(mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", lambda: known))
         yield

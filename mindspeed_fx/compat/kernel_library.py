@@ -12,14 +12,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import pathlib
 import re
 import sys
 from typing import Any, Callable, Iterator, Sequence
 from unittest import mock
 
-from torch._inductor import async_compile, exc
+from torch._inductor import async_compile, codecache, exc
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.utils import clear_on_fresh_cache
+
+from mindspeed_fx.compat import inductor_cache
 
 MOST_KERNELS = 32
 MOST_CHARACTERS = 100_000
@@ -75,7 +78,7 @@ class AsyncCompile(async_compile.AsyncCompile):
     def _submitted(self, kernels: Sequence[Kernel]) -> Callable[[], list[Callable]]:
         """Begins to compile them; what waits for it returns their functions."""
         is_parallel = async_compile.get_compile_threads() > 1
-        load = Library.load_async(joined(kernels), submit_fn=self.submit if is_parallel else None)
+        load = Library.load_written(joined(kernels), self.submit if is_parallel else None)
         return lambda: [getattr(library, f"kernel_{n}") for library in [load()] for n in range(len(kernels))]
 
 
@@ -86,6 +89,24 @@ class Library(CppPythonBindingsCodeCache):
     cache: dict[str, Callable[[], Any]] = {}
     cache_clear = staticmethod(cache.clear)
     entry_function = "kernels"
+
+    @classmethod
+    def load_written(cls, source: str, submit: Any) -> Callable[[], Any]:
+        """As ``load_async``, which has the compiler read its headers in every process (0.3 s), though the library may
+        have been written by an earlier one."""
+        with headers_as_they_are():
+            load = cls.load_async(source)
+        key = next(key for key, known in cls.cache.items() if known is load)
+        if not any(pathlib.Path(inductor_cache.cache_directory(), key[1:3]).glob(f"{key}*.so")):
+            del cls.cache[key]
+            load = cls.load_async(source, submit_fn=submit)
+        return load
+
+
+def headers_as_they_are() -> contextlib.AbstractContextManager:
+    """Within, Inductor precompiles no headers: a library that is compiled none the less reads them itself. The setting
+    for it would give libraries other names."""
+    return mock.patch.object(codecache, "_precompile_header", lambda header, *_, **__: header)
 
 
 def can_join() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._inductor import codecache
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.utils import fresh_cache
 
@@ -29,22 +30,35 @@ ARGUMENTS = ["const float*", "float*", "const int64_t"]
 def compiled(*sources):
     """What a generated module does with its kernels."""
     with fresh_cache():
-        compiler = AsyncCompile()
-        scope = {f"kernel_of_{n}": compiler.cpp_pybinding(ARGUMENTS, source) for n, source in enumerate(sources)}
-        compiler.wait(scope)
-        counts = len(Library.cache), len(CppPythonBindingsCodeCache.cache)
-        results = []
-        for function in scope.values():
-            x, out = torch.arange(4.0), torch.empty(4)
-            function(x, out, 4)
-            results.append(out.tolist())
-    return results, counts
+        return loaded(*sources), (len(Library.cache), len(CppPythonBindingsCodeCache.cache))
+
+
+def loaded(*sources):
+    compiler = AsyncCompile()
+    scope = {f"kernel_of_{n}": compiler.cpp_pybinding(ARGUMENTS, source) for n, source in enumerate(sources)}
+    compiler.wait(scope)
+    results = []
+    for function in scope.values():
+        x, out = torch.arange(4.0), torch.empty(4)
+        function(x, out, 4)
+        results.append(out.tolist())
+    return results
 
 
 def test_kernels_of_a_module_are_one_library():
     results, counts = compiled(doubling(2.0), doubling(3.0), doubling(4.0))
     assert results == [[0, 2, 4, 6], [0, 3, 6, 9], [0, 4, 8, 12]]
     assert counts == (1, 0)
+
+
+def test_no_headers_are_prepared_for_a_library_that_is_written(monkeypatch):
+    prepared, prepare = [], codecache._precompile_header
+    monkeypatch.setattr(codecache, "_precompile_header", lambda *a, **k: prepared.append(a[0]) or prepare(*a, **k))
+    with fresh_cache():
+        for _ in range(2):
+            assert loaded(doubling(2.0)) == [[0, 2, 4, 6]]
+            Library.cache_clear()  # as a new process has it
+    assert len(prepared) == 1
 
 
 def test_what_defines_more_than_a_kernel_is_compiled_alone():

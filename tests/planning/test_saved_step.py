@@ -54,8 +54,13 @@ import torch
 import mindspeed_fx, saved_program
 import torch._dynamo.utils as utils
 
-started = []  # commands, but for questions of the compiler's version
-sys.addaudithook(lambda e, args: started.append(args[1]) if e == "subprocess.Popen" and "--version" not in args[1] else 0)
+started = []
+
+def note(event, args):
+    if event == "subprocess.Popen" and "--version" not in args[1]:  # which is asked of the compiler
+        started.append(args[1])
+
+sys.addaudithook(note)
 model, x = saved_program.make()
 loaded = mindspeed_fx.load_compiled(saved_program.step, sys.argv[1])
 loss = loaded(model, x)
@@ -105,8 +110,9 @@ def load(step, path, **settings):
     return loaded
 
 
-def test_another_process_runs_it_without_compiling_anything(folder, path):
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+def test_another_process_runs_it_without_compiling_anything(folder, path, tmp_path):
+    paths = os.pathsep.join([str(folder), *sys.path])
+    environ = {**os.environ, "PYTHONPATH": paths, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", SECOND_PROCESS, str(path)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
