@@ -112,6 +112,7 @@ def compile_with_inductor(
     _mend_forks()
     inductor_patterns.keep_dtype_of_running_sums()
     inductor_patterns.read_every_keyword()
+    inductor_patterns.keep_results_apart()
     called_graphs.keep_inputs()
     called_graphs.allow_calls_that_wait()
     called_graphs.keep_equal_values()

@@ -50,3 +50,43 @@ def read_every_keyword() -> None:
         return match(self, node, *args)
 
     _TargetArgsExpr._match = match_with_keywords
+
+
+@functools.cache
+def keep_results_apart() -> None:
+    """Inductor (2.11 to 2.14) leaves out what adds zeros or multiplies by ones, since 2.14 numbers too, also where that
+    makes a result of the graph: ``return x * 1.0`` gives ``x`` itself, and ``return y, y + 0.0`` one tensor twice. What
+    a caller writes into the one is then in the other, and where the one has no gradient, the other one loses its own.
+    Such a result is copied. A gradient that is the gradient of the output stays so, as in eager mode.
+    """
+    from torch._inductor.fx_passes import joint_graph
+
+    remove = joint_graph.remove_no_ops
+
+    @functools.wraps(remove)
+    def remove_and_copy(gm: torch.fx.GraphModule, *args: Any) -> None:
+        before = _results(gm)
+        remove(gm, *args)
+        after, output, copies = _results(gm), gm.graph.output_node(), {}
+        for old, new in zip(before, after, strict=True):
+            is_shared = any(n is new and o is not old for o, n in zip(before, after))
+            if new is not old and old not in copies and (is_shared or _is_input(new)):
+                with gm.graph.inserting_before(output):
+                    copies[old] = gm.graph.call_function(torch.ops.aten.clone.default, (new,))
+                value = new.meta["val"]
+                with value.fake_mode:
+                    copies[old].meta = {**new.meta, "val": value.clone()}
+        if copies:
+            results = tuple(copies.get(old, new) for old, new in zip(before, after))
+            output.args = (results if isinstance(output.args[0], (list, tuple)) else results[0],)
+
+    joint_graph.remove_no_ops = remove_and_copy
+
+
+def _results(gm: torch.fx.GraphModule) -> list[Any]:
+    results = gm.graph.output_node().args[0]
+    return list(results) if isinstance(results, (list, tuple)) else [results]
+
+
+def _is_input(node: Any) -> bool:
+    return isinstance(node, torch.fx.Node) and node.op == "placeholder" and "tangents" not in node.name

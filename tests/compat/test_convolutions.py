@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from torch._inductor.utils import fresh_cache, run_fw_bw_and_get_code
 
-RESULT = re.compile(r"(\(\d+, \d+, \d+, \d+\)), (\(.*?\)), 'torch.ops.aten.convolution_backward.default'")
+RESULT = re.compile(
+    r"(\(\d+, \d+, \d+, \d+\)), (\([\d, ]*\)), (?:torch\.\w+, )?'torch.ops.aten.convolution_backward.default'"
+)
 
 
 class Block(nn.Module):

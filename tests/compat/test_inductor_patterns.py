@@ -77,3 +77,37 @@ def test_a_factor_of_one_is_still_one_call():
     with torch._inductor.config.patch(force_disable_caches=True):
         torch.compile(added, backend="mindspeed")(torch.randn(12, 8), torch.randn(12, 10), torch.randn(10, 8))
     assert counters["inductor"]["pattern_matcher_count"] >= 1
+
+
+def beside_a_detached(x):
+    y = x.sin().clone()
+    z = y.detach()
+    z.sigmoid_()
+    return z, y + torch.zeros(()), x.cos()
+
+
+RESULTS = {
+    "input": lambda x: (x * torch.ones(()),),
+    "input and a number": lambda x: (x * 1.0, x + 0, x - 0.0, x / 1),
+    "beside its operand": lambda x: (y := x.sin(), y - torch.zeros(())),
+    "beside another": lambda x: (y := x.sin(), y * torch.ones(()), y + torch.zeros(())),
+    "twice": lambda x: (y := x.sin() * torch.ones(()), y),
+    "beside a detached one": beside_a_detached,
+}
+
+
+@pytest.mark.parametrize("needs_gradient", [True, False])
+@pytest.mark.parametrize("function", RESULTS.values(), ids=list(RESULTS))
+def test_results_share_memory_where_they_do_in_eager_mode(function, needs_gradient):
+    """What is left out, since it adds zeros or multiplies by ones, leaves a copy."""
+    told = []
+    for run in (function, torch.compile(function, backend="mindspeed", fullgraph=True)):
+        x = torch.linspace(1, 2, 4).requires_grad_(needs_gradient)
+        results = run(x)
+        shared = [[a.data_ptr() == b.data_ptr() for b in (x, *results)] for a in results]
+        values = [r.detach().clone() for r in results]
+        if needs_gradient:
+            sum((r * (n + 2)).sum() for n, r in enumerate(results) if r.requires_grad).backward()
+        told.append((shared, [r.requires_grad for r in results], values, x.grad))
+    assert told[0][:2] == told[1][:2]
+    torch.testing.assert_close(told[1][2:], told[0][2:])
