@@ -18,7 +18,7 @@ import sys
 from typing import Any, Callable, Iterator, Sequence
 from unittest import mock
 
-from torch._inductor import async_compile, codecache, exc
+from torch._inductor import async_compile, exc
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.utils import clear_on_fresh_cache
 
@@ -94,19 +94,20 @@ class Library(CppPythonBindingsCodeCache):
     def load_written(cls, source: str, submit: Any) -> Callable[[], Any]:
         """As ``load_async``, which has the compiler read its headers in every process (0.3 s), though the library may
         have been written by an earlier one."""
-        with headers_as_they_are():
-            load = cls.load_async(source)
-        key = next(key for key, known in cls.cache.items() if known is load)
-        if not any(pathlib.Path(inductor_cache.cache_directory(), key[1:3]).glob(f"{key}*.so")):
-            del cls.cache[key]
+        load = WrittenLibrary.load_async(source)
+        key = next((key for key, known in list(cls.cache.items()) if known is load), "")  # "": of another thread
+        if not key or not any(pathlib.Path(inductor_cache.cache_directory(), key[1:3]).glob(f"{key}*.so")):
+            cls.cache.pop(key, None)
             load = cls.load_async(source, submit_fn=submit)
         return load
 
 
-def headers_as_they_are() -> contextlib.AbstractContextManager:
-    """Within, Inductor precompiles no headers: a library that is compiled none the less reads them itself. The setting
-    for it would give libraries other names."""
-    return mock.patch.object(codecache, "_precompile_header", lambda header, *_, **__: header)
+class WrittenLibrary(Library):
+    """Inductor prepares no headers for it."""
+
+    @classmethod
+    def _get_uncompiled_header(cls, device: str) -> str | None:
+        return None
 
 
 def can_join() -> bool:
