@@ -68,9 +68,9 @@ def keep_results_apart() -> None:
         before = _results(gm)
         remove(gm, *args)
         after, output, copies = _results(gm), gm.graph.output_node(), {}
-        for old, new in zip(before, after, strict=True):
-            is_shared = any(n is new and o is not old for o, n in zip(before, after))
-            if new is not old and old not in copies and (is_shared or _is_input(new)):
+        changed = {old: new for old, new in zip(before, after, strict=True) if new is not old}
+        for old, new in changed.items():
+            if _is_input(new) or any(n is new and o is not old for o, n in zip(before, after)):
                 with gm.graph.inserting_before(output):
                     copies[old] = gm.graph.call_function(torch.ops.aten.clone.default, (new,))
                 value = new.meta["val"]

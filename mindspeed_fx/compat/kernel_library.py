@@ -92,8 +92,8 @@ class Library(CppPythonBindingsCodeCache):
 
     @classmethod
     def load_written(cls, source: str, submit: Any) -> Callable[[], Any]:
-        """As ``load_async``, which has the compiler read its headers in every process (0.3 s), though the library may
-        have been written by an earlier one."""
+        """As ``load_async``, which has the compiler read its headers in every process (0.3 s); here only where no
+        earlier process has written the library."""
         load = WrittenLibrary.load_async(source)
         key = next((key for key, known in list(cls.cache.items()) if known is load), "")  # "": of another thread
         if not key or not any(pathlib.Path(inductor_cache.cache_directory(), key[1:3]).glob(f"{key}*.so")):
