@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 
 from mindspeed_fx.compat import cpp
-from mindspeed_fx.compat.inductor_cache import cache_directory
+from mindspeed_fx.compat.inductor_cache import cache_directory, written_libraries
 
 
 def problem() -> str | None:
@@ -251,10 +251,9 @@ def recording_libraries() -> Iterator[list[pathlib.Path]]:
     libraries: list[pathlib.Path] = []
     clear_caches()  # what is loaded already is recorded too
     yield libraries
-    folder = pathlib.Path(cache_directory())
     kinds = [each for each in vars(codecache).values() if isinstance(each, type)]
     keys = {key for each in (*kinds, Library) if issubclass(each, codecache.CppCodeCache) for key in each.cache}
-    libraries += sorted(path for key in keys for path in folder.glob(f"{key[1:3]}/{key}*.so"))
+    libraries += sorted(path for key in keys for path in written_libraries(key))
     if (own := cpp.loaded_file()) is not None:
         libraries.append(own)
 

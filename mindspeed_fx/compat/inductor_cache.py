@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import pathlib
 import tempfile
 import warnings
 from typing import Any, Callable, Iterator, Sequence
@@ -74,6 +75,11 @@ def cache_directory() -> str:
         return cache_dir()
     except OSError:
         return os.environ[CACHE]
+
+
+def written_libraries(key: str) -> list[pathlib.Path]:
+    """Compiled files there of what Inductor's ``codecache`` calls ``key``."""
+    return sorted(pathlib.Path(cache_directory(), key[1:3]).glob(f"{key}*.so"))
 
 
 def leave_untrusted_cache() -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from mindspeed_fx.compat import fake
+
 
 @functools.cache
 def keep_dtype_of_running_sums() -> None:
@@ -74,7 +76,7 @@ def keep_results_apart() -> None:
                 with gm.graph.inserting_before(output):
                     copies[old] = gm.graph.call_function(torch.ops.aten.clone.default, (new,))
                 value = new.meta["val"]
-                with value.fake_mode:
+                with fake.fake_like(value), torch.no_grad():
                     copies[old].meta = {**new.meta, "val": value.clone()}
         if copies:
             results = tuple(copies.get(old, new) for old, new in zip(before, after))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import pathlib
 import re
 import sys
 from typing import Any, Callable, Iterator, Sequence
@@ -96,7 +95,7 @@ class Library(CppPythonBindingsCodeCache):
         earlier process has written the library."""
         load = WrittenLibrary.load_async(source)
         key = next((key for key, known in list(cls.cache.items()) if known is load), "")  # "": of another thread
-        if not key or not any(pathlib.Path(inductor_cache.cache_directory(), key[1:3]).glob(f"{key}*.so")):
+        if not key or not inductor_cache.written_libraries(key):
             cls.cache.pop(key, None)
             load = cls.load_async(source, submit_fn=submit)
         return load

@@ -17,7 +17,7 @@ from torch import nn
 
 import mindspeed_fx
 from mindspeed_fx.arguments import ArgumentError
-from mindspeed_fx.compat import ahead
+from mindspeed_fx.compat import ahead, kernel_library
 from mindspeed_fx.errors import OptionError
 from mindspeed_fx.planning import saved_file
 
@@ -53,6 +53,7 @@ import json, sys
 import torch
 import mindspeed_fx, saved_program
 import torch._dynamo.utils as utils
+from mindspeed_fx.compat import kernel_library
 
 started = []
 
@@ -61,6 +62,8 @@ def note(event, args):
         started.append(args[1])
 
 sys.addaudithook(note)
+if sys.argv[2] == "alone":
+    kernel_library.can_join = lambda: False
 model, x = saved_program.make()
 loaded = mindspeed_fx.load_compiled(saved_program.step, sys.argv[1])
 loss = loaded(model, x)
@@ -110,10 +113,15 @@ def load(step, path, **settings):
     return loaded
 
 
-def test_another_process_runs_it_without_compiling_anything(folder, path, tmp_path):
+@pytest.mark.parametrize("kernels", ["together", "alone"])
+def test_another_process_runs_it_without_compiling_anything(kernels, folder, program, path, tmp_path, monkeypatch):
+    if kernels == "alone":
+        monkeypatch.setattr(kernel_library, "can_join", lambda: False)
+        path = tmp_path / "alone.mfx"
+        mindspeed_fx.save_compiled(program.step, path, program.make())
     paths = os.pathsep.join([str(folder), *sys.path])
-    environ = {**os.environ, "PYTHONPATH": paths, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", SECOND_PROCESS, str(path)]
+    environ = {**os.environ, "PYTHONPATH": paths, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", SECOND_PROCESS, str(path), kernels]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [None, [], 0, []]
