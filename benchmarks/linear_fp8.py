@@ -43,7 +43,7 @@ def main() -> None:
     }
     steps, results = {}, {}
     for name, form in forms.items():
-        if name == "_scaled_mm" and args.recipe == "block" or name == "pairs" and args.recipe == "block":
+        if name == "_scaled_mm" and args.recipe in fp8.BLOCKS or name == "pairs" and args.recipe == "block":
             continue
         torch._dynamo.reset()
         step = both(*form, args.recipe)
@@ -51,8 +51,8 @@ def main() -> None:
         results[name] = steps[name]()
     chosen, _ = REGISTRY[ops.linear_fp8.default].choose("cpu", (x, w, args.recipe), {}, codegen=True)
     common.header(
-        f"linear of 8-bit operands, {args.tokens} tokens, {args.inputs} to {args.outputs}, {args.dtype}, scales of "
-        f"{args.recipe}s, {args.clock} time; the backend takes: {chosen.kernel if chosen else 'emulated'}"
+        f"linear of 8-bit operands, {args.tokens} tokens, {args.inputs} to {args.outputs}, {args.dtype}, recipe "
+        f"{args.recipe}, {args.clock} time; the backend takes: {chosen.kernel if chosen else 'emulated'}"
     )
     for name, result in results.items():
         errors = [((a - b).norm() / b.norm()).item() for a, b in zip(result, results["emulated"])]

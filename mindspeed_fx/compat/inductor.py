@@ -118,6 +118,7 @@ def compile_with_inductor(
     called_graphs.keep_equal_values()
     inductor_scheduler.keep_writes_before_reads()
     inductor_scheduler.keep_targets_of_writes()
+    inductor_scheduler.split_equal_loops_alone()
 
     @functools.wraps(compile_fx_inner)
     def lower(graph: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:

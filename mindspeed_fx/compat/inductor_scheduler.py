@@ -51,3 +51,21 @@ def _with_its_memory(tensor: Any) -> Any:
     result = copy.copy(tensor)
     object.__setattr__(result, "data", _with_its_memory(tensor.data))  # views are frozen
     return result
+
+
+@functools.cache
+def split_equal_loops_alone() -> None:
+    """Inductor (2.11 to 2.14) fuses loops of as many steps for the CPU, and ends in an assertion where it then splits
+    one of 64 by 96 and one of 96 by 64 because an index is divided. Splitting saves time alone; such loops stay.
+    """
+    from torch._inductor import ir
+    from torch._inductor.codegen.cpp import CppScheduling
+
+    split = CppScheduling.try_loop_split
+
+    @functools.wraps(split)
+    def try_loop_split(self: Any, nodes: Any) -> Any:
+        loops = (n.node.get_default_sizes_body()[0][0] for n in nodes if isinstance(n.node, ir.ComputedBuffer))
+        return split(self, nodes) if len({tuple(sizes) for sizes in loops}) <= 1 else nodes
+
+    CppScheduling.try_loop_split = try_loop_split

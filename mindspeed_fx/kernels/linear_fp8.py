@@ -1,4 +1,4 @@
-"""Linear layer whose three products multiply 8-bit floats: scales of whole tensors, of rows, or of blocks of 128.
+"""Linear layer whose three products multiply 8-bit floats: scales of whole tensors, of rows, or of blocks.
 
 Each operand is multiplied by its scale, the largest 8-bit number over the largest magnitude of the part that shares it,
 rounded to 8 bits (no number leaves their range), multiplied and summed wide, and the result divided by both scales.
@@ -7,9 +7,15 @@ A recipe says which part shares a scale, t being the dimension that the product 
     "tensor"  the whole operand; the gradient of the result in e5m2, everything else in e4m3
     "row"     all of t: rows of one operand, columns of the other; scales are powers of two, all in e4m3
     "block"   128 of t in each row of activations and gradients, 128 x 128 of a weight; all in e4m3
+    "mx"      32 of t in each row of every operand; scales are powers of two, all in e4m3
+    "mx_square"  the same, 32 x 32 of a weight, whose scales then serve the forward and the backward
+
+In the last two the scale is the power of two that brings the largest magnitude's exponent to that of the largest 8-bit
+number (numbers above that become it); infinities and NaN make their part NaN.
 
 Sources: torchao's float8 recipes "tensorwise" and "rowwise" (torchao/float8/config.py, float8_utils.py); DeepSeek-AI
-2024, "DeepSeek-V3 Technical Report" (arXiv 2412.19437), section 3.3.2, for blocks.
+2024, "DeepSeek-V3 Technical Report" (arXiv 2412.19437), section 3.3.2, for "block"; Open Compute Project 2023, "OCP
+Microscaling Formats (MX) Specification" 1.0, section 6.3, for "mx"; MindSpeed's recipe mxfp8-32x32 for "mx_square".
 """
 
 from __future__ import annotations
@@ -28,8 +34,9 @@ from mindspeed_fx.cost.operators import once
 from mindspeed_fx.kernels.base import LIBRARY, accumulation_dtype, as_rows, operator
 from mindspeed_fx.kernels.cpu import narrow_product
 
-RECIPES = ("tensor", "row", "block")
-BLOCK = 128
+RECIPES = ("tensor", "row", "block", "mx", "mx_square")
+BLOCKS = {"block": 128, "mx": 32, "mx_square": 32}
+"""How many numbers along a side of a block share a scale."""
 SMALLEST = 1e-12
 """Magnitude below which the scale does not grow, as torchao's."""
 NARROW, FAR = torch.float8_e4m3fn, torch.float8_e5m2
@@ -82,39 +89,57 @@ def rounded(x: Tensor, axis: int, recipe: str, dtype: torch.dtype, is_weight: bo
     Returns:
         [rows, columns], in float32 (float64 for float64).
     """
-    numbers, scale = quantized(x, axis, recipe, dtype, is_weight)
+    if recipe in BLOCKS:
+        return _rounded_blocks(x, axis, recipe, dtype, is_weight)
+    numbers, scale = quantized(x, axis, recipe, dtype)
     return numbers.to(scale.dtype) / scale
 
 
-def quantized(x: Tensor, axis: int, recipe: str, dtype: torch.dtype, is_weight: bool = False) -> tuple[Tensor, Tensor]:
-    """(numbers of 8 bits, the scales that they were multiplied by), arguments as in :func:`rounded`. Scales have no
-    dimension for whole tensors, size 1 in ``axis`` for rows, and the shape of ``x`` for blocks; float32 (float64 for
+def quantized(x: Tensor, axis: int, recipe: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(numbers of 8 bits, the scales that they were multiplied by) where no blocks share one, arguments as in
+    :func:`rounded`. Scales have no dimension for whole tensors and size 1 in ``axis`` for rows; float32 (float64 for
     float64)."""
     wide = x.to(accumulation_dtype(x.dtype))
-    top, scale = torch.finfo(dtype).max, _scale(wide, axis, recipe, dtype, is_weight)
-    # Through float32, from which the conversion to 8 bits is defined.
-    return (wide * scale).clamp(-top, top).float().to(dtype), scale
-
-
-def _scale(x: Tensor, axis: int, recipe: str, dtype: torch.dtype, is_weight: bool) -> Tensor:
-    """Of each element of ``x``, or of those that share it."""
     if x.numel() == 0:
-        return x.new_ones(())
-    sizes = [BLOCK if is_weight or d == axis else 1 for d in (0, 1)]
-    if recipe == "tensor":
-        largest = x.abs().amax()
-    elif recipe == "row":
-        largest = x.abs().amax(axis, keepdim=True)
+        scale = wide.new_ones(())
+    elif recipe == "tensor":
+        scale = _up_to_the_largest(wide.abs().amax(), dtype)
     else:
-        filled = F.pad(x.abs(), (0, -x.shape[1] % sizes[1], 0, -x.shape[0] % sizes[0]))
-        largest = filled.unflatten(1, (-1, sizes[1])).unflatten(0, (-1, sizes[0])).amax((1, 3))
-    # In float64 and then float32: one number, whatever compiles this.
-    scale = (torch.finfo(dtype).max / largest.double().clamp(min=SMALLEST)).float()
-    if recipe == "row":
-        scale = scale.log2().floor().exp2()
-    if recipe == "block":
-        scale = scale.repeat_interleave(sizes[0], 0).repeat_interleave(sizes[1], 1)[: x.shape[0], : x.shape[1]]
-    return scale.to(x.dtype)
+        scale = _up_to_the_largest(wide.abs().amax(axis, keepdim=True), dtype).log2().floor().exp2()
+    return _in_8_bits(wide, scale.to(wide.dtype), dtype), scale.to(wide.dtype)
+
+
+def _rounded_blocks(x: Tensor, axis: int, recipe: str, dtype: torch.dtype, is_weight: bool) -> Tensor:
+    """:func:`rounded` where blocks share a scale; those at the ends are filled with zeros."""
+    is_square = is_weight and recipe != "mx"
+    sizes = [BLOCKS[recipe] if is_square or d == axis else 1 for d in (0, 1)]
+    wide = F.pad(x.to(accumulation_dtype(x.dtype)), (0, -x.shape[1] % sizes[1], 0, -x.shape[0] % sizes[0]))
+    blocks = wide.unflatten(1, (-1, sizes[1])).unflatten(0, (-1, sizes[0]))
+    largest = blocks.abs().amax((1, 3), keepdim=True)
+    scale = _up_to_the_largest(largest, dtype) if recipe == "block" else _to_the_exponent_of_the_largest(largest, dtype)
+    numbers = _in_8_bits(blocks, scale.to(wide.dtype), dtype).to(wide.dtype)
+    return (numbers / scale.to(wide.dtype)).flatten(2, 3).flatten(0, 1)[: x.shape[0], : x.shape[1]]
+
+
+def _in_8_bits(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Through float32, from which the conversion to 8 bits is defined."""
+    top = torch.finfo(dtype).max
+    return (x * scale).clamp(-top, top).float().to(dtype)
+
+
+def _up_to_the_largest(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32; in float64 before: one number, whatever compiles this."""
+    return (torch.finfo(dtype).max / largest.double().clamp(min=SMALLEST)).float()
+
+
+def _to_the_exponent_of_the_largest(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32. Of bits: logarithms and powers of generated code need not be exact. Exponents of MX scales are -127 to
+    127, so that those of what is multiplied are the same.
+    """
+    exponent = (largest.float().view(torch.int32) >> 23) - 127
+    top = math.frexp(torch.finfo(dtype).max)[1] - 1
+    scale = (((top - exponent).clamp(max=127) + 127) << 23).view(torch.float32)
+    return torch.where(exponent == 128, math.nan, scale)
 
 
 def _fake_backward(grad, x, weight, recipe, needed):
@@ -158,11 +183,14 @@ torch.library.register_autograd("mindspeed::linear_fp8", _backward, setup_contex
 
 @linear_fp8.shard
 def _sharding_rule(x, weight, recipe):
-    """By row of ``x``, where rows share no scale with others. With scales that are powers of two also by column and by
-    summand: a part's own scale rounds alike, but for numbers that 8 bits lose beside the largest of the whole."""
+    """By row of ``x``, where rows share no scale with others, and by column where those of the weight share none. With
+    scales of rows that are powers of two also by summand: a part's own scale rounds alike, but for numbers that 8 bits
+    lose beside the largest of the whole."""
     last = x.ndim - 1
     rows = [([d], [d, REPLICATED]) for d in range(last)]
-    return {"tensor": [], "block": rows, "row": [*rows, ([last], [REPLICATED, 0]), ([PARTIAL], [last, 1])]}[recipe]
+    columns, summands = [([last], [REPLICATED, 0])], [([PARTIAL], [last, 1])]
+    of_blocks = {"mx": rows + columns, "block": rows, "mx_square": rows}
+    return {"tensor": [], "row": rows + columns + summands, **of_blocks}[recipe]
 
 
 @linear_fp8_backward.shard
@@ -174,12 +202,11 @@ def _sharding_rule_backward(grad, x, weight, recipe, needed):
 
     last = x.ndim - 1
     rows = [(results(d, PARTIAL), [d, d, REPLICATED]) for d in range(last)]
+    inputs = [(results(last, 1), [REPLICATED, last, 1])]
     if recipe == "row":
-        return rows + [
-            (results(PARTIAL, 0), [last, REPLICATED, 0]),
-            (results(last, 1), [REPLICATED, last, 1]),
-        ]
-    return rows if recipe == "block" and not needed[1] else []
+        return [*rows, (results(PARTIAL, 0), [last, REPLICATED, 0]), *inputs]
+    own = inputs if recipe == "mx" else []
+    return own + rows if recipe in BLOCKS and not needed[1] else own
 
 
 NUMBERS = str(NARROW).removeprefix("torch.")
@@ -205,15 +232,24 @@ def _backward_cost(out, grad, x, weight, recipe, needed):
 
 
 Multiply = Callable[[Tensor, Tensor, Tensor, Tensor, torch.dtype], Tensor]
-"""From numbers of 8 bits [m, t] and [t, n] and their scales to their product over these [m, n], of a type."""
+"""From numbers [m, t] and [t, n] and their scales, as of :func:`_operand`, to their product over these [m, n], of a
+type."""
+
+
+def _operand(x: Tensor, axis: int, recipe: str, dtype: torch.dtype, is_weight: bool = False) -> tuple[Tensor, Tensor]:
+    """:func:`quantized`; of blocks the numbers over their scales, which no sum can be divided by, and 1."""
+    if recipe in BLOCKS:
+        blocks = rounded(x, axis, recipe, dtype, is_weight)
+        return blocks, blocks.new_ones(())
+    return quantized(x, axis, recipe, dtype)
 
 
 def forward_by(multiply: Multiply) -> Callable[..., Tensor]:
     """:func:`linear_fp8` on products that ``multiply`` takes: its values but for the order of sums in float32."""
 
     def forward(x: Tensor, weight: Tensor, recipe: str) -> Tensor:
-        a, a_scale = quantized(as_rows(x), 1, recipe, NARROW)
-        b, b_scale = quantized(weight, 1, recipe, NARROW, is_weight=True)
+        a, a_scale = _operand(as_rows(x), 1, recipe, NARROW)
+        b, b_scale = _operand(weight, 1, recipe, NARROW, is_weight=True)
         return multiply(a, b.t(), a_scale, b_scale.t(), x.dtype).view(*x.shape[:-1], weight.shape[0])
 
     return forward
@@ -226,12 +262,12 @@ def backward_by(multiply: Multiply) -> Callable[..., tuple[Tensor, Tensor]]:
         dtype = FAR if recipe == "tensor" else NARROW
         dx, dweight = x.new_empty(0), x.new_empty(0)
         if needed[0]:
-            a, a_scale = quantized(as_rows(grad), 1, recipe, dtype)
-            b, b_scale = quantized(weight, 0, recipe, NARROW, is_weight=True)
+            a, a_scale = _operand(as_rows(grad), 1, recipe, dtype)
+            b, b_scale = _operand(weight, 0, recipe, NARROW, is_weight=True)
             dx = multiply(a, b, a_scale, b_scale, x.dtype).view(x.shape)
         if needed[1]:
-            a, a_scale = quantized(as_rows(grad), 0, recipe, dtype)
-            b, b_scale = quantized(as_rows(x), 0, recipe, NARROW)
+            a, a_scale = _operand(as_rows(grad), 0, recipe, dtype)
+            b, b_scale = _operand(as_rows(x), 0, recipe, NARROW)
             dweight = multiply(a.t(), b, a_scale.t(), b_scale, weight.dtype)
         return dx, dweight
 
@@ -248,8 +284,10 @@ def scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: tor
 def _refuse_scaled_mm(x: Tensor, weight: Tensor, recipe: str, *sizes: object) -> str | None:
     """Tensor cores multiply 8-bit floats from sm_89 on, where every side is a multiple of 16; torch scales the rows of
     both operands in bfloat16 alone, and has no product of blocks that this was compared with."""
-    if recipe == "block" or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"scales of {recipe}s of {x.dtype}".replace("torch.", "")
+    if recipe in BLOCKS:
+        return "scales of blocks"
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"operands of {x.dtype}".replace("torch.", "")
     if recipe == "row" and x.dtype != torch.bfloat16:
         return "scales of rows, and a result that is not bfloat16"
     if not all(symbols.statically_known_true(n % 16 == 0) for n in (*weight.shape, *sizes)):
@@ -258,7 +296,7 @@ def _refuse_scaled_mm(x: Tensor, weight: Tensor, recipe: str, *sizes: object) ->
 
 
 def pairs(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """A product in bfloat16, which holds every number of 8 bits, summed in float32."""
+    """A product in bfloat16, which holds every number of 8 bits, also over a power of two; summed in float32."""
     sums = torch.ops.mindspeed.narrow_product(a.bfloat16(), b.bfloat16(), None, torch.float32)
     return (sums / (a_scale * b_scale)).to(dtype)
 
@@ -269,8 +307,10 @@ and 0.46 at 2^31 (benchmarks/linear_fp8.py)."""
 
 
 def _refuse_pairs(x: Tensor, weight: Tensor, recipe: str) -> str | None:
-    if recipe == "block" or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"scales of {recipe}s of {x.dtype}".replace("torch.", "")
+    if recipe == "block":
+        return "scales of blocks that are no powers of two"
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"operands of {x.dtype}".replace("torch.", "")
     if hint(x.numel()) * weight.shape[0] < WORK:
         return "a small product"
     return narrow_product.unable_to_sum(torch.bfloat16, x.device.type) or (

@@ -20,7 +20,12 @@ from mindspeed_fx.megatron.patches import EVERYWHERE, Patch
 
 LAYER = "transformer.transformer_layer:TransformerLayer.__init__"
 CHECKPOINT = "transformer.transformer_block:te_checkpoint"
-RECIPES = {("hybrid", "tensorwise"): "tensor", ("e4m3", "blockwise"): "block"}
+RECIPES = {
+    ("hybrid", "tensorwise"): "tensor",
+    ("e4m3", "blockwise"): "block",
+    ("e4m3", "mxfp8"): "mx",
+    ("e4m3", "mxfp8-32x32"): "mx_square",
+}
 """(format, recipe) -> recipe of :func:`mindspeed_fx.kernels.linear_fp8.linear_fp8`."""
 KEY = "_mindspeed_fx_fp8_recipe"
 _NO_OTHERS = {
@@ -48,7 +53,7 @@ def refuse(args: Namespace) -> None:
         return
     asked = args.fp8, getattr(args, "fp8_recipe", "delayed")
     if asked not in RECIPES:
-        valid = " and ".join(f"--fp8-format {f} --fp8-recipe {r}" for f, r in RECIPES)
+        valid = ", ".join(f"--fp8-format {f} --fp8-recipe {r}" for f, r in RECIPES)
         raise ValueError(
             f"--fp8-format {asked[0]} --fp8-recipe {asked[1]} needs TransformerEngine, which is not installed; without "
             f"it: {valid}"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
+
+import mindspeed_fx.kernels  # noqa: F401  registers the operators
 
 
 def layer(x, weight, mask, table, at):
@@ -75,3 +79,20 @@ def test_elements_that_are_written_before_a_mask_is_filled(written, dtype):
     both = zip((expected, *torch.autograd.grad(expected.sum(), x)), (got, *torch.autograd.grad(got.sum(), x)))
     for e, g in both:
         torch.testing.assert_close(g, e, **({"rtol": 0.05, "atol": 0.05} if dtype == torch.bfloat16 else {}))
+
+
+def over_the_largest(x, dim):
+    """Of 32 numbers each, as operands of 8 bits are scaled."""
+    blocks = x.unflatten(dim, (-1, 32))
+    return (blocks / blocks.abs().amax(dim + 1, keepdim=True)).flatten(dim, dim + 1).bfloat16()
+
+
+def test_loops_of_as_many_steps_need_not_be_split_alike():
+    def f(grad, weight, x):
+        multiply = functools.partial(torch.ops.mindspeed.narrow_product, dtype=torch.float32)
+        by_rows, by_columns = (over_the_largest(grad, dim) for dim in (1, 0))
+        return multiply(by_rows, over_the_largest(weight, 0)), multiply(by_columns.t(), x.bfloat16())
+
+    args = torch.randn(64, 96), torch.randn(96, 64), torch.randn(64, 64)
+    for have, want in zip(torch.compile(f, backend="mindspeed")(*args), f(*args)):
+        torch.testing.assert_close(have, want, rtol=1e-2, atol=1e-2)

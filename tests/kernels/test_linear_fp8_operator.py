@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -26,13 +27,19 @@ def eighth(x: torch.Tensor, axis: int, recipe: str, dtype: torch.dtype, square: 
         "tensor": (rows, columns),
         "row": (1, columns) if axis == 1 else (rows, 1),
         "block": (128, 128) if square else (1, 128) if axis == 1 else (128, 1),
+        "mx": (1, 32) if axis == 1 else (32, 1),
+        "mx_square": (32, 32) if square else (1, 32) if axis == 1 else (32, 1),
     }[recipe]
     for i, j in itertools.product(range(0, rows, high), range(0, columns, wide)):
         part = x[i : i + high, j : j + wide]
-        scale = torch.tensor(torch.finfo(dtype).max / max(part.abs().max().item(), 1e-12), dtype=torch.float32)
+        largest = part.abs().max().item()
+        scale = torch.tensor(torch.finfo(dtype).max / max(largest, 1e-12), dtype=torch.float32)
         if recipe == "row":
             scale = 2.0 ** scale.log2().floor()
-        result[i : i + high, j : j + wide] = (part * scale).float().to(dtype).double() / scale
+        if recipe.startswith("mx"):  # from [2^n, 2^(n+1)) to [256, 512), of which 8 bits have no more than 448
+            scale = torch.tensor(2.0 ** (9 - math.frexp(largest)[1]))
+        numbers = (part * scale).clamp(-448, 448) if recipe.startswith("mx") else part * scale
+        result[i : i + high, j : j + wide] = numbers.float().to(dtype).double() / scale
     return result
 
 
@@ -51,6 +58,28 @@ def test_products_and_gradients_by_formula(recipe):
     torch.testing.assert_close(x.grad.flatten(0, 1), want, rtol=1e-12, atol=1e-12)
     want = by_formula(g.t(), rows, recipe, (far, E4), (False, False))
     torch.testing.assert_close(weight.grad, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("recipe", ["mx", "mx_square"])
+def test_edges_of_microscaling_formats(recipe):
+    """Powers of two, next to them, above 448 of 512, the smallest, none, and what is no number."""
+    x = torch.zeros(10, 40)
+    firsts = (1.0, 1.0 - 2**-24, 2.0 - 2**-23, 1.75, 1.8125, 2.0**-120, 2.0**127, -1.8125)
+    for row, first in enumerate(firsts):
+        x[row, :2] = torch.tensor([first, first * 2**-16])
+    x[8, 3], x[9, 35] = math.inf, math.nan
+    back = fp8.rounded(x, 1, recipe, E4)
+    assert back[:8, 0].tolist() == [1.0, 0.875, 1.75, 1.75, 1.75, 2.0**-120, 2.0**127, -1.75]
+    smallest = [2.0**-16, 2.0**-16, 2.0**-15, 2.0**-15, 2.0**-15, 2.0**-136, 2.0**111, -(2.0**-15)]
+    assert back[:8, 1].tolist() == smallest  # few steps of what 8 bits have least
+    assert back.isnan().nonzero().tolist() == [*([8, j] for j in range(32)), *([9, j] for j in range(32, 40))]
+
+
+def test_a_square_of_a_weight_is_rounded_alike_along_both_dimensions():
+    weight = torch.randn(70, 100)
+    one, other = (fp8.rounded(weight, axis, "mx_square", E4, is_weight=True) for axis in (0, 1))
+    assert torch.equal(one, other)
+    assert not torch.equal(*(fp8.rounded(weight, axis, "mx", E4, is_weight=True) for axis in (0, 1)))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -85,7 +114,7 @@ def test_rules_of_custom_operators(recipe):
 
 
 def test_wrong_arguments_are_named():
-    with pytest.raises(ValueError, match="recipe='rows'; valid: tensor, row, block"):
+    with pytest.raises(ValueError, match="recipe='rows'; valid: tensor, row, block, mx, mx_square"):
         ops.linear_fp8(torch.randn(2, 16), torch.randn(3, 16), "rows")
     with pytest.raises(ValueError, match=r"x is \[2, 15\], weight \[3, 16\]; valid: \[\.\.\., k\] and \[n, k\]"):
         ops.linear_fp8(torch.randn(2, 15), torch.randn(3, 16), "row")
@@ -129,6 +158,15 @@ def test_torchaos_layer_gives_the_same(recipe, name):
     torch.testing.assert_close(weight.grad, theirs[0].weight.grad, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torchaos_microscaling_tensor_is_the_same(dtype):
+    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor", reason="torchao is not installed")
+    x = (torch.randn(48, 64) * torch.randn(48, 1).exp2()).to(dtype)
+    power, want = mx.to_mx(x, E4, 32)
+    want = want.float().unflatten(1, (-1, 32)) * power.float().unsqueeze(-1)
+    assert torch.equal(fp8.rounded(x, 1, "mx", E4), want.flatten(1))
+
+
 def rows_are_scaled_on_cpu():
     a, scales = torch.zeros(16, 16, dtype=torch.float8_e4m3fn), torch.ones(16, 1)
     try:
@@ -138,9 +176,11 @@ def rows_are_scaled_on_cpu():
     return True
 
 
+BY = [(fp8.scaled_mm, r) for r in ("tensor", "row")] + [(fp8.pairs, r) for r in RECIPES if r != "block"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("recipe", ["tensor", "row"])
-@pytest.mark.parametrize("multiply", [fp8.scaled_mm, fp8.pairs])
+@pytest.mark.parametrize("multiply, recipe", BY)
 def test_products_of_8_bit_numbers_are_the_emulated(multiply, recipe, dtype):
     """Sums in another order, and in the type of the arguments one rounding more."""
     if multiply is fp8.scaled_mm and recipe == "row" and not rows_are_scaled_on_cpu():
@@ -165,13 +205,14 @@ def test_which_products_serve(monkeypatch):
     assert choose("cuda", (x, weight, "row"), {})[0] is not None
     assert "multiples of 16" in choose("cuda", (x[:, :40], weight[:, :40], "tensor"), {})[1][0]
     assert "not bfloat16" in choose("cuda", (x.float(), weight.float(), "row"), {})[1][0]
-    assert "scales of blocks" in choose("cuda", (x, weight, "block"), {})[1][0]
+    assert all("scales of blocks" in choose("cuda", (x, weight, r), {})[1][0] for r in fp8.BLOCKS)
     back = REGISTRY[ops.linear_fp8_backward.default].choose
     assert "multiples of 16" in back("cuda", (x[:9, :32], x[:9], weight[:32], "row", [True, True]), {})[1][0]
     assert "a small product" in choose("cpu", (x, weight, "row"), {})[1][0]
+    assert "no powers of two" in choose("cpu", (x, weight, "block"), {})[1][0]
 
 
-@pytest.mark.parametrize("recipe", ["tensor", "row"])
+@pytest.mark.parametrize("recipe", ["tensor", "row", "mx", "mx_square"])
 def test_a_compiled_layer_on_products_of_pairs(recipe, monkeypatch):
     monkeypatch.setattr(fp8, "WORK", 1)
     if fp8._refuse_pairs(torch.empty(8, 8), torch.empty(8, 8), recipe):

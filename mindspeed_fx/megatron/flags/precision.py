@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-from mindspeed_fx.megatron.flags.flag import REFUSED, Flag, added, setting, switch, word
+import importlib.util
+from argparse import Namespace
+
+from mindspeed_fx.megatron.flags.flag import OPTION, REFUSED, Flag, NotDone, added, setting, switch, word
 
 EIGHT = (
-    "needs TransformerEngine; use --fp8-format hybrid --fp8-recipe tensorwise, --fp8-format e4m3 --fp8-recipe "
-    "blockwise, or --bf16 alone"
+    "needs TransformerEngine; use --fp8-format hybrid --fp8-recipe tensorwise, --fp8-format e4m3 with --fp8-recipe "
+    "blockwise, mxfp8 or mxfp8-32x32, or --bf16 alone"
 )
 QUANTIZED = "train with --bf16: remove it"
 
+
+def _squares(args: Namespace) -> str:
+    if importlib.util.find_spec("transformer_engine") is not None:
+        raise NotDone("TransformerEngine, which is installed, has no such recipe; use --fp8-recipe mxfp8")
+    return "linears of layers are mindspeed::linear_fp8, for which --fp8-format is e4m3"
+
+
 FLAGS = [
     added("--fp8-format", "hif8", REFUSED, "products in HiF8", EIGHT, dest="fp8"),
-    *(
-        added("--fp8-recipe", value, REFUSED, "how products in 8 bits are scaled", EIGHT)
-        for value in ("groupwise", "mxfp8-32x32")
+    added("--fp8-recipe", "groupwise", REFUSED, "how products in 8 bits are scaled", EIGHT),
+    added(
+        "--fp8-recipe",
+        "mxfp8-32x32",
+        OPTION,
+        "scales of 32 numbers, of 32 x 32 of a weight",
+        "with --fp8-format e4m3 linears of layers (mindspeed::linear_fp8)",
+        act=_squares,
+        shown_by="test_fp8_linears.py::test_linears_of_layers_and_no_others",
     ),
     switch("--fp8-reuse-quantized-weight", REFUSED, "weights in 8 bits are kept over microbatches", EIGHT),
     Flag(

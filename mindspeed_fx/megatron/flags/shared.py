@@ -7,7 +7,7 @@ from typing import Any
 from mindspeed_fx.megatron.flags.flag import MEGATRON, Flag
 
 EIGHT = (
-    "without TransformerEngine linears of layers, hybrid with tensorwise or e4m3 with blockwise "
+    "without TransformerEngine linears of layers, hybrid with tensorwise or e4m3 with blockwise, mxfp8 or mxfp8-32x32 "
     "(mindspeed::linear_fp8); others are refused by name"
 )
 

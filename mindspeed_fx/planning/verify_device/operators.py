@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mindspeed_fx.kernels  # noqa: F401
 from mindspeed_fx.kernels import REGISTRY
 from mindspeed_fx.kernels.base import Operator
+from mindspeed_fx.kernels.linear_fp8 import RECIPES
 
 ops = torch.ops.mindspeed
 Losses = Iterator[torch.Tensor]
@@ -35,6 +36,13 @@ class Maker:
 
     def rand(self, *shape: int, grad: bool = False) -> torch.Tensor:
         return torch.rand(*shape, dtype=self.dtype, requires_grad=grad)
+
+    def far(self, *shape: int) -> torch.Tensor:
+        """Just below powers of two that fall along every dimension: of those that share a scale the first alone leaves
+        the range, in a part of them another one."""
+        below = 1.8 + 0.19 * torch.rand(*shape, dtype=self.dtype)
+        places = torch.cartesian_prod(*(torch.arange(n) for n in shape)).sum(-1).view(shape)
+        return (below * (-places).to(self.dtype).exp2()).requires_grad_()
 
     def hidden(self, grad: bool = True) -> torch.Tensor:
         """[b, s, h]."""
@@ -81,8 +89,9 @@ def _layers(m: Maker) -> Losses:
     x, w = m.hidden(), m.randn(m.h)
     yield ops.linear(x, m.randn(m.d, m.h), m.randn(m.d)) ** 2
     yield ops.linear(x, m.randn(m.d, m.h), None) ** 2
-    for recipe in ("tensor", "row", "block"):
-        yield ops.linear_fp8(x, m.randn(m.d, m.h), recipe) * 2
+    for recipe in RECIPES:
+        wide = recipe in ("mx", "mx_square")
+        yield ops.linear_fp8(*((m.far(m.b, m.s, m.h), m.far(m.d, m.h)) if wide else (x, m.randn(m.d, m.h))), recipe) * 2
     yield ops.rms_norm(x, w, 1e-5, True)[0] * m.hidden(grad=False)
     yield ops.rms_norm(x, None, 1e-5, False)[0] * m.hidden(grad=False)
     y, total, _ = ops.add_rms_norm(x, m.hidden(), w, 1e-5, False)

@@ -18,7 +18,7 @@ REFUSED = {
     --fc-type=some
     """,
     "TransformerEngine": """
-    --fp8-format=hif8 --fp8-recipe=groupwise --fp8-recipe=mxfp8-32x32 --fp8-reuse-quantized-weight
+    --fp8-format=hif8 --fp8-recipe=groupwise --fp8-reuse-quantized-weight
     --te-comparison-with-bf16 --te-comparison-with-cpu --te-gmm-mode=performance
     """,
     "overlap.mc2_experts": """

@@ -284,6 +284,9 @@ SHARED = {
     ],
     "--fp8-format": [("--fp8-format hybrid", dict(fp8="hybrid"))],
     "--fp8-recipe": [("--fp8-recipe tensorwise", dict(fp8_recipe="tensorwise"))],
+    "--fp8-recipe mxfp8-32x32": [
+        ("--fp8-recipe mxfp8-32x32", dict(fp8_recipe="mxfp8-32x32", says="--fp8-format is e4m3"))
+    ],
     "--moe-router-dtype": [("--moe-router-dtype fp64", dict(moe_router_dtype="fp64"))],
     "--position-embedding-type": [("--position-embedding-type rope", dict(position_embedding_type="rope"))],
     "--tokenizer-type": [("--tokenizer-type NullTokenizer", dict(tokenizer_type="NullTokenizer"))],

@@ -69,6 +69,7 @@ def arguments(**given) -> Namespace:
     [
         ({"fp8_recipe": "delayed"}, "--fp8-format hybrid --fp8-recipe delayed needs TransformerEngine, .* tensorwise"),
         ({"fp8": "e4m3"}, "--fp8-format e4m3 --fp8-recipe tensorwise needs .*e4m3 --fp8-recipe blockwise"),
+        ({"fp8_recipe": "mxfp8"}, "--fp8-format hybrid --fp8-recipe mxfp8 needs .*e4m3 --fp8-recipe mxfp8-32x32"),
         ({"fp8_wgrad": False}, "--no-fp8-wgrad needs"),
         ({"fp8_param_gather": True}, "--fp8-param-gather beside --fp8-format needs"),
         ({"num_experts": 4}, "--num-experts beside --fp8-format needs"),
@@ -94,6 +95,8 @@ def test_what_is_done_is_not(given):
     [
         ("--fp8-format hybrid --fp8-recipe tensorwise", 1),
         ("--fp8-format e4m3 --fp8-recipe blockwise --tensor-model-parallel-size 2 --sequence-parallel", 2),
+        ("--fp8-format e4m3 --fp8-recipe mxfp8 --use-distributed-optimizer", 2),
+        ("--fp8-format e4m3 --fp8-recipe mxfp8-32x32 --tensor-model-parallel-size 2 --sequence-parallel", 2),
         (
             "--fp8-format hybrid --fp8-recipe tensorwise --use-distributed-optimizer --overlap-grad-reduce "
             "--overlap-param-gather --gemm-gradient-accumulation-fusion --recompute-granularity full "
