@@ -12,7 +12,6 @@ from unittest import mock
 
 import torch
 import torch.fx as fx
-from torch._dynamo.utils import detect_fake_mode
 
 
 @contextlib.contextmanager
@@ -25,12 +24,13 @@ def interpreted() -> Iterator[None]:
 
 
 def _interpret(gm: fx.GraphModule, example_inputs: Sequence[Any], is_inference: bool = False, **kwargs: Any) -> Any:
-    from torch._inductor.compile_fx import _recursive_post_grad_passes, view_to_reshape
+    from torch._inductor.compile_fx import _recursive_post_grad_passes, fake_tensor_prop, view_to_reshape
     from torch._inductor.virtualized import V
 
-    values = [*example_inputs, *(n.meta.get("val") for n in gm.graph.nodes)]
-    with V.set_fake_mode(detect_fake_mode([v for v in values if isinstance(v, torch.Tensor)])):
-        view_to_reshape(gm)
+    view_to_reshape(gm)
+    with torch.no_grad():
+        mode = fake_tensor_prop(gm, example_inputs)  # which tells its passes what is a view of an input
+    with V.set_fake_mode(mode):
         _recursive_post_grad_passes(gm, is_inference=is_inference)
     gm.graph.lint()
     gm.recompile()
