@@ -106,7 +106,8 @@ def quantized(x: Tensor, axis: int, recipe: str, dtype: torch.dtype) -> tuple[Te
         scale = _up_to_the_largest(wide.abs().amax(), dtype)
     else:
         scale = _up_to_the_largest(wide.abs().amax(axis, keepdim=True), dtype).log2().floor().exp2()
-    return _in_8_bits(wide, scale.to(wide.dtype), dtype), scale.to(wide.dtype)
+    scale = scale.to(wide.dtype)
+    return _in_8_bits(wide, scale, dtype), scale
 
 
 def _rounded_blocks(x: Tensor, axis: int, recipe: str, dtype: torch.dtype, is_weight: bool) -> Tensor:
@@ -117,8 +118,9 @@ def _rounded_blocks(x: Tensor, axis: int, recipe: str, dtype: torch.dtype, is_we
     blocks = wide.unflatten(1, (-1, sizes[1])).unflatten(0, (-1, sizes[0]))
     largest = blocks.abs().amax((1, 3), keepdim=True)
     scale = _up_to_the_largest(largest, dtype) if recipe == "block" else _to_the_exponent_of_the_largest(largest, dtype)
-    numbers = _in_8_bits(blocks, scale.to(wide.dtype), dtype).to(wide.dtype)
-    return (numbers / scale.to(wide.dtype)).flatten(2, 3).flatten(0, 1)[: x.shape[0], : x.shape[1]]
+    scale = scale.to(wide.dtype)
+    result = _in_8_bits(blocks, scale, dtype).to(wide.dtype) / scale
+    return result.flatten(2, 3).flatten(0, 1)[: x.shape[0], : x.shape[1]]
 
 
 def _in_8_bits(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -189,8 +191,14 @@ def _sharding_rule(x, weight, recipe):
     last = x.ndim - 1
     rows = [([d], [d, REPLICATED]) for d in range(last)]
     columns, summands = [([last], [REPLICATED, 0])], [([PARTIAL], [last, 1])]
-    of_blocks = {"mx": rows + columns, "block": rows, "mx_square": rows}
-    return {"tensor": [], "row": rows + columns + summands, **of_blocks}[recipe]
+    strategies = {
+        "tensor": [],
+        "row": rows + columns + summands,
+        "block": rows,
+        "mx": rows + columns,
+        "mx_square": rows,
+    }
+    return strategies[recipe]
 
 
 @linear_fp8_backward.shard

@@ -8,14 +8,13 @@ scales its own parts of what is divided. Formulas: :mod:`mindspeed_fx.kernels.li
 
 from __future__ import annotations
 
-import importlib.util
 from argparse import Namespace
 from typing import Any, Callable
 
 import torch
 from torch import Tensor
 
-from mindspeed_fx.megatron import patches
+from mindspeed_fx.megatron import missing, patches
 from mindspeed_fx.megatron.patches import EVERYWHERE, Patch
 
 LAYER = "transformer.transformer_layer:TransformerLayer.__init__"
@@ -27,6 +26,7 @@ RECIPES = {
     ("e4m3", "mxfp8-32x32"): "mx_square",
 }
 """(format, recipe) -> recipe of :func:`mindspeed_fx.kernels.linear_fp8.linear_fp8`."""
+VALID = ", ".join(f"--fp8-format {form} --fp8-recipe {recipe}" for form, recipe in RECIPES)
 KEY = "_mindspeed_fx_fp8_recipe"
 _NO_OTHERS = {
     "fp8_param_gather": "--fp8-param-gather",
@@ -45,7 +45,7 @@ def refuse(args: Namespace) -> None:
     Raises:
         ValueError: the message names the flag, its value and what is valid.
     """
-    if importlib.util.find_spec("transformer_engine") is not None:
+    if missing.has_transformer_engine():
         return
     if getattr(args, "fp4", None):
         raise ValueError(f"--fp4-format {args.fp4} needs TransformerEngine, which is not installed; remove it")
@@ -53,10 +53,9 @@ def refuse(args: Namespace) -> None:
         return
     asked = args.fp8, getattr(args, "fp8_recipe", "delayed")
     if asked not in RECIPES:
-        valid = ", ".join(f"--fp8-format {f} --fp8-recipe {r}" for f, r in RECIPES)
         raise ValueError(
             f"--fp8-format {asked[0]} --fp8-recipe {asked[1]} needs TransformerEngine, which is not installed; without "
-            f"it: {valid}"
+            f"it: {VALID}"
         )
     if not getattr(args, "fp8_wgrad", True):
         raise ValueError("--no-fp8-wgrad needs TransformerEngine, which is not installed; remove it")

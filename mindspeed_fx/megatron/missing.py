@@ -26,6 +26,11 @@ def answer_for_triton() -> Callable[[], None]:
     return lambda: sys.modules.pop(BATCH_INVARIANT, None) and None
 
 
+def has_transformer_engine() -> bool:
+    """Whether it is installed."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
 def is_te_min_version(version: str, check_equality: bool = True) -> bool:
     """``is_te_min_version`` where TransformerEngine is not installed: no version of it is there."""
     return False

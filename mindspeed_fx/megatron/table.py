@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 from typing import Any
 
 import torch
@@ -69,7 +68,7 @@ def table() -> list[Patch]:
         _everywhere()
         + packed_sequences.table()
         + uneven.table()
-        + fp8_linears.table(_has_transformer_engine())
+        + fp8_linears.table(missing.has_transformer_engine())
         + wide_norms.table()
         + streams.table()
         + torch_fsdp2.table()
@@ -79,7 +78,7 @@ def table() -> list[Patch]:
         + _optimizers()
         + muon.table(has_accelerator())
         + _without_transformer_engine()
-        + gated_delta_net.table(_has_transformer_engine())
+        + gated_delta_net.table(missing.has_transformer_engine())
         + _in_graph()
         + without_cuda
         + (_with_accelerator() if has_accelerator() else _without_accelerator())
@@ -128,7 +127,7 @@ def _everywhere() -> list[Patch]:
             "transformer.moe.moe_utils:router_gating_linear",
             moe.router_gating_linear,
             f"{HIDES}; without TransformerEngine it names an undefined function",
-            IN_GRAPH if _has_transformer_engine() else EVERYWHERE,
+            IN_GRAPH if missing.has_transformer_engine() else EVERYWHERE,
         ),
         Patch(
             "transformer.moe.router:TopKRouter._apply",
@@ -218,7 +217,7 @@ def _optimizers() -> list[Patch]:
 
 
 def _without_transformer_engine() -> list[Patch]:
-    if _has_transformer_engine():
+    if missing.has_transformer_engine():
         return []
     reason = "compares a version with None where TransformerEngine is not installed"
     norms = "its norms are torch's then, which do not take its words"
@@ -358,10 +357,6 @@ def _without_accelerator() -> list[Patch]:
         Patch("tensor_parallel.random:_CUDA_RNG_STATE_TRACKER", CudaRNGStatesTracker(), result, where),
         Patch("tensor_parallel.random:_CUDA_RNG_STATE_TRACKER_INITIALIZED", True, result, where),
     ]
-
-
-def _has_transformer_engine() -> bool:
-    return importlib.util.find_spec("transformer_engine") is not None
 
 
 def _uncached_forward(rotary_class: str) -> Any:

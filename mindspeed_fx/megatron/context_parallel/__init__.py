@@ -10,8 +10,7 @@ neighbours hold together, in order, is the same split among the ``ring`` groups.
 group, ``attention`` is the core attention, ``roll`` shifts tokens for multi-token prediction.
 """
 
-import importlib.util
-
+from mindspeed_fx.megatron import missing
 from mindspeed_fx.megatron.context_parallel import attention, batch, roll
 from mindspeed_fx.megatron.context_parallel.settings import Settings, read_settings
 from mindspeed_fx.megatron.patches import EVERYWHERE, Patch
@@ -22,7 +21,7 @@ __all__ = ["Settings", "read_settings", "table"]
 def table() -> list[Patch]:
     """What is replaced in Megatron-core."""
     divided = "attention over a divided sequence, which Megatron leaves to TransformerEngine"
-    absent = importlib.util.find_spec("transformer_engine") is None
+    absent = not missing.has_transformer_engine()
     names = "without TransformerEngine its classes are None, and latent attention asks whether its layers are theirs"
     return [
         *([Patch("transformer.multi_latent_attention:HAVE_TE", False, names, EVERYWHERE)] if absent else []),

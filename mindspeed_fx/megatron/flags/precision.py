@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 from argparse import Namespace
 
+from mindspeed_fx.megatron import missing
 from mindspeed_fx.megatron.flags.flag import OPTION, REFUSED, Flag, NotDone, added, setting, switch, word
+from mindspeed_fx.megatron.fp8_linears import VALID
 
-EIGHT = (
-    "needs TransformerEngine; use --fp8-format hybrid --fp8-recipe tensorwise, --fp8-format e4m3 with --fp8-recipe "
-    "blockwise, mxfp8 or mxfp8-32x32, or --bf16 alone"
-)
+EIGHT = f"needs TransformerEngine; use {VALID}, or --bf16 alone"
 QUANTIZED = "train with --bf16: remove it"
 
 
 def _squares(args: Namespace) -> str:
-    if importlib.util.find_spec("transformer_engine") is not None:
+    if missing.has_transformer_engine():
         raise NotDone("TransformerEngine, which is installed, has no such recipe; use --fp8-recipe mxfp8")
     return "linears of layers are mindspeed::linear_fp8, for which --fp8-format is e4m3"
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from mindspeed_fx.megatron.flags.flag import MEGATRON, Flag
+from mindspeed_fx.megatron.fp8_linears import VALID
 
-EIGHT = (
-    "without TransformerEngine linears of layers, hybrid with tensorwise or e4m3 with blockwise, mxfp8 or mxfp8-32x32 "
-    "(mindspeed::linear_fp8); others are refused by name"
-)
+EIGHT = f"without TransformerEngine linears of layers (mindspeed::linear_fp8) with {VALID}; others are refused by name"
 
 
 def _shared(name: str, asks: str, kind: Any = None, does: str = "Megatron's own flag", **more: Any) -> Flag:

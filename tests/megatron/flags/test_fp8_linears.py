@@ -84,7 +84,10 @@ def test_what_is_not_done_is_refused_by_name(given, words):
         fp8_linears.refuse(arguments(**given))
 
 
-@pytest.mark.parametrize("given", [{}, {"fp8": None, "num_experts": 4}, {"fp8": "e4m3", "fp8_recipe": "blockwise"}])
+DONE = [{"fp8": form, "fp8_recipe": name} for form, name, _ in RECIPES]
+
+
+@pytest.mark.parametrize("given", [{}, {"fp8": None, "num_experts": 4}, *DONE])
 def test_what_is_done_is_not(given):
     fp8_linears.refuse(arguments(**given))
 
