@@ -37,7 +37,6 @@ def prepare(model: Any, args: Namespace) -> None:
     Raises:
         OptionError: its experts are of a kind whose parts are not ours to make again.
     """
-    from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     config = model.config
@@ -45,10 +44,7 @@ def prepare(model: Any, args: Namespace) -> None:
     for index, layer in enumerate(model.decoder.layers):
         if not isinstance(layer.mlp, MoELayer) or recomputed.is_recomputed(config, index):
             continue  # recomputed whole, it keeps nothing anyhow
-        special = config.moe_latent_size or config.moe_router_padding_for_quantization or config.fp8 or config.fp4
-        if special or type(layer.mlp.experts) is not SequentialMLP:
-            kind = type(layer.mlp.experts).__name__
-            raise OptionError(f"{FLAG}: experts are a {kind}, with a latent projection or in 8 bits; remove the flag")
+        zero_memory.check_parts(layer.mlp, FLAG)
         layer.mlp.adaptive_scale = float(args.moe_adaptive_recompute_activation_scale)
         layer.mlp.stops_when_overloaded = stops
         layer.mlp.expert_load = torch.zeros((), device=next(layer.mlp.parameters()).device)

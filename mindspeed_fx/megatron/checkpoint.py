@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from mindspeed_fx.compat import dynamo
-from mindspeed_fx.megatron import patches
+from mindspeed_fx.megatron import missing, patches
 
 
 def allow_side_effects() -> Callable[[], None]:
@@ -39,9 +39,13 @@ def checkpoint(function: Callable, distribute_saved_activations: bool, *args: An
 WITHOUT_OUTPUT = "tensor_parallel.random:CheckpointWithoutOutput"
 
 
+HAS_ENGINE = missing.has_transformer_engine()
+
+
 def without_output_init(self: Any, fp8: Any = False) -> None:
-    """``CheckpointWithoutOutput.__init__``, which takes False for a recipe of fp8 and asks TransformerEngine for it."""
-    patches.original(f"{WITHOUT_OUTPUT}.__init__")(self, fp8 or None)
+    """``CheckpointWithoutOutput.__init__``, which takes False for a recipe of fp8 and asks TransformerEngine for it.
+    Products of 8 bits that are ours round the same numbers alike again."""
+    patches.original(f"{WITHOUT_OUTPUT}.__init__")(self, fp8 or None if HAS_ENGINE else None)
 
 
 def checkpoint_without_output(self: Any, run_function: Callable, *args: Any) -> Any:

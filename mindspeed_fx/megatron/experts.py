@@ -3,7 +3,8 @@ host.
 
 Megatron splits the tokens by counts it reads on the host (``tolist``), one ``linear`` per expert, which breaks a graph
 at every layer. The operator takes the counts as a tensor, so that every shape in the graph is known. With
-``gradient_accumulation_fusion`` the weights' gradients are made in the type of ``main_grad`` and added to it.
+``gradient_accumulation_fusion`` the weights' gradients are made in the type of ``main_grad`` and added to it. With
+``--fp8-format`` the products are those of :mod:`mindspeed_fx.megatron.experts_fp8`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_fx.kernels.cpu.products import product_of
-from mindspeed_fx.megatron import main_grad, patches, zero_memory
+from mindspeed_fx.megatron import fp8_linears, main_grad, patches, zero_memory
+from mindspeed_fx.megatron.experts_fp8 import grouped_linear_fp8
 from mindspeed_fx.training import gradient_ready
 
 EXPERTS = "transformer.moe.experts:SequentialMLP.forward"
@@ -132,19 +134,24 @@ def multiply_experts(x: Tensor, linears: list[Any], counts: Tensor, is_last: boo
         is_last: no later gradient of the weights comes in this backward; else nobody is told of this one.
     """
     weights = [linear.weight for linear in linears]
-    if not main_grad.adds_to_main_grad(linears[0].gradient_accumulation_fusion, weights):
-        return grouped_linear(x, weights, counts)
+    recipe = fp8_linears.recipe_of(weights[0])
+    if recipe or not main_grad.adds_to_main_grad(linears[0].gradient_accumulation_fusion, weights):
+        return multiply(x, weights, counts, recipe)
     keys = [gradient_ready.key_of(w) if is_last else gradient_ready.NOBODY for w in weights]
     dummy = is_last and any(main_grad.needs_dummy(w, key) for w, key in zip(weights, keys))
     return grouped_linear_main_grad(x, weights, counts, [w.main_grad for w in weights], dummy, keys)
+
+
+def multiply(x: Tensor, weights: list[Tensor], counts: Tensor, recipe: str | None) -> Tensor:
+    """:func:`grouped_linear`, of operands of 8 bits where there is a recipe for them."""
+    return grouped_linear_fp8(x, weights, counts, recipe) if recipe else grouped_linear(x, weights, counts)
 
 
 def sequential_forward(
     self: Any, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
 ) -> tuple[Tensor, None]:
     """``SequentialMLP.forward``: tokens [tokens, hidden] sorted by expert, counts [experts], probabilities [tokens]."""
-    config = self.config
-    if config.fp8 or config.fp4 or not isinstance(tokens_per_expert, Tensor):
+    if fp8_linears.are_of_transformer_engine(self) or not isinstance(tokens_per_expert, Tensor):
         return patches.original(EXPERTS)(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs)
     counts, share = tokens_per_expert, permuted_probs
     return second_product(self, first_product(self, permuted_local_hidden_states, counts, share), counts, share), None

@@ -1,9 +1,9 @@
 """``--fp8-format``, ``--fp8-recipe``: linear layers of 8-bit operands in Megatron's local layers.
 
 In Megatron they are TransformerEngine's; without it the flags changed nothing, and nobody said so. As there, the
-linears of transformer layers are meant, and not embeddings, routers and the last projection to the vocabulary. A rank
-scales its own parts of what is divided. Formulas: :mod:`mindspeed_fx.kernels.linear_fp8`; gradients are added to
-``main_grad`` by Megatron's hooks.
+linears of transformer layers are meant, those of experts too, and not embeddings, routers and the last projection to
+the vocabulary. A rank scales its own parts of what is divided, an expert its own rows. Formulas:
+:mod:`mindspeed_fx.kernels.linear_fp8`; gradients are added to ``main_grad`` by Megatron's hooks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mindspeed_fx.megatron import missing, patches
 from mindspeed_fx.megatron.patches import EVERYWHERE, Patch
 
 LAYER = "transformer.transformer_layer:TransformerLayer.__init__"
-CHECKPOINT = "transformer.transformer_block:te_checkpoint"
+AHEAD = "transformer.multi_token_prediction:MultiTokenPredictionLayer.__init__"
 RECIPES = {
     ("hybrid", "tensorwise"): "tensor",
     ("e4m3", "blockwise"): "block",
@@ -32,11 +32,16 @@ _NO_OTHERS = {
     "fp8_param_gather": "--fp8-param-gather",
     "fp8_dot_product_attention": "--fp8-dot-product-attention",
     "fp8_multi_head_attention": "--fp8-multi-head-attention",
-    "num_experts": "--num-experts",
+    "moe_use_legacy_grouped_gemm": "--moe-use-legacy-grouped-gemm",
     "use_torch_fsdp2": "--use-torch-fsdp2",
     "tp_2d": "--tp-2d",
 }
 """Arguments beside which it cannot be had, by their names."""
+NOT_NEEDED = {
+    "1.7.0.dev0": "experts without a token",
+    "2.6.0dev0": "activations and norms that are computed again before a product of 8 bits",
+}
+"""What a configuration of 8 bits asks a version of TransformerEngine for, by that version."""
 
 
 def refuse(args: Namespace) -> None:
@@ -60,10 +65,6 @@ def refuse(args: Namespace) -> None:
     if not getattr(args, "fp8_wgrad", True):
         raise ValueError("--no-fp8-wgrad needs TransformerEngine, which is not installed; remove it")
     others = [flag for name, flag in _NO_OTHERS.items() if getattr(args, name, None)]
-    if "mlp" in (getattr(args, "recompute_modules", None) or []):
-        others.append("--recompute-modules mlp")
-    if getattr(args, "mtp_num_layers", None) and getattr(args, "recompute_granularity", None) == "full":
-        others.append("--mtp-num-layers with --recompute-granularity full")
     if others:
         raise ValueError(f"{others[0]} beside --fp8-format needs TransformerEngine, which is not installed")
 
@@ -81,37 +82,77 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: str) -> Tenso
 
 def layer_init(self: Any, *args: Any, **kwargs: Any) -> None:
     """``TransformerLayer.__init__``, after which the weights of its linears know their recipe."""
+    from megatron.core.fp8_utils import is_first_last_bf16_layer
+
     patches.original(LAYER)(self, *args, **kwargs)
+    if not is_first_last_bf16_layer(self.config, self.layer_number - 1):
+        mark(self)
+
+
+def ahead_init(self: Any, *args: Any, **kwargs: Any) -> None:
+    """``MultiTokenPredictionLayer.__init__``, likewise: no option leaves these layers in 16 bits."""
+    patches.original(AHEAD)(self, *args, **kwargs)
     mark(self)
 
 
 def mark(layer: Any) -> None:
-    """Have the linears of a transformer layer compute as its configuration says."""
-    from megatron.core.fp8_utils import is_first_last_bf16_layer
+    """Have the linears of a layer compute as its configuration says."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-    config = layer.config
-    asked = getattr(config, "fp8_recipe", None)
-    recipe = RECIPES.get((getattr(config, "fp8", None), getattr(asked, "value", asked)))
-    if recipe is None or is_first_last_bf16_layer(config, layer.layer_number - 1):
+    asked = getattr(layer.config, "fp8_recipe", None)
+    recipe = RECIPES.get((getattr(layer.config, "fp8", None), getattr(asked, "value", asked)))
+    if recipe is None:
         return
     for module in layer.modules():
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear)) and module.weight is not None:
             setattr(module.weight, KEY, recipe)
 
 
-def checkpoint(function: Callable, distribute: bool, rng_tracker: Any, group: Any, *args: Any) -> Any:
+def are_of_transformer_engine(experts: Any) -> bool:
+    """Whether the products of a ``SequentialMLP`` are of 8 or 4 bits and TransformerEngine's."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    config = experts.config
+    return bool(config.fp8 or config.fp4) and not isinstance(experts.local_experts[0].linear_fc1, ColumnParallelLinear)
+
+
+def is_te_min_version(version: str, check_equality: bool = True) -> bool:
+    """``is_te_min_version`` as a configuration asks it: for what TransformerEngine is needed, and what is done here."""
+    return version in NOT_NEEDED
+
+
+def keep_input(module: Any) -> None:
+    """``set_save_original_input``: linears keep their input as it is, and round it again."""
+
+
+def checkpoint(function: Callable, distribute: bool, rng_tracker: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
     """``te_checkpoint`` as Megatron's own of layers in 16 bits: what is recomputed rounds the same numbers alike."""
     from megatron.core import tensor_parallel
 
-    return tensor_parallel.checkpoint(function, distribute, *args)
+    def call(*values: Any) -> Any:
+        return function(*values[: len(args)], **dict(zip(kwargs, values[len(args) :])))
+
+    return tensor_parallel.checkpoint(call, distribute, *args, *kwargs.values())
 
 
 def table(has_transformer_engine: bool) -> list[Patch]:
     """The patches."""
     if has_transformer_engine:
         return []
+    kept = "refuses linears that are not TransformerEngine's"
+    unchanged, missing_there = "--fp8-format changed nothing", "layers of 8 bits are recomputed by what is not there"
     return [
-        Patch(LAYER, layer_init, "--fp8-format changed nothing", EVERYWHERE),
-        Patch(CHECKPOINT, checkpoint, "layers of 8 bits are recomputed by what is not there", EVERYWHERE, copies=False),
+        Patch(LAYER, layer_init, unchanged, EVERYWHERE),
+        Patch(AHEAD, ahead_init, unchanged, EVERYWHERE),
+        Patch("extensions.transformer_engine:te_checkpoint", checkpoint, missing_there, EVERYWHERE),
+        Patch("transformer.transformer_block:te_checkpoint", checkpoint, missing_there, EVERYWHERE, copies=False),
+        Patch("extensions.transformer_engine:set_save_original_input", keep_input, kept, EVERYWHERE),
+        Patch("transformer.moe.moe_layer:te_checkpoint", checkpoint, missing_there, EVERYWHERE, is_absent=True),
+        Patch(
+            "transformer.transformer_config:is_te_min_version",
+            is_te_min_version,
+            "refuses experts of 8 bits, whose products are ours",
+            EVERYWHERE,
+            copies=False,
+        ),
     ]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_fx.errors import OptionError
-from mindspeed_fx.megatron import collectives, dispatch, experts
+from mindspeed_fx.megatron import collectives, dispatch, experts, fp8_linears
 
 FLAG = "--balanced-moe-experts"
 
@@ -91,9 +91,10 @@ def _weights(layer: Any) -> tuple[list[Tensor], list[Tensor]]:
 
 def _mlp(layer: Any, rows: Tensor, share: Tensor, counts: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """Experts with weights [experts, ...] on rows sorted by expert, each times its share."""
-    inner = experts.grouped_linear(rows, list(first.unbind(0)), counts)
+    recipe = fp8_linears.recipe_of(layer.experts.local_experts[0].linear_fc1.weight)
+    inner = experts.multiply(rows, list(first.unbind(0)), counts, recipe)
     hidden = (experts.activation(inner, layer.config) * share.unsqueeze(-1)).to(rows.dtype)
-    return experts.grouped_linear(hidden, list(second.unbind(0)), counts)
+    return experts.multiply(hidden, list(second.unbind(0)), counts, recipe)
 
 
 @torch.library.custom_op("mindspeed::copy_hot_experts", mutates_args=())

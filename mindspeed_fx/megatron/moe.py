@@ -42,12 +42,8 @@ def layer_forward(
     Args:
         padding_mask: bool [batch, seq]; for a router with a table of experts the tokens.
     """
-    from megatron.core.transformer.moe.experts import SequentialMLP
-
-    config = self.config
-    special = config.moe_latent_size or config.moe_router_padding_for_quantization or config.fp8 or config.fp4
     has_table = square_root_router.has_table(self)
-    if special or intermediate_tensors is not None or type(self.experts) is not SequentialMLP:
+    if intermediate_tensors is not None or not zero_memory.is_of_our_parts(self):
         if has_table:
             raise ValueError(
                 "--n-hash-layers: experts are Megatron's SequentialMLP there, in the type of the model; remove "

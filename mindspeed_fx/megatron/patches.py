@@ -36,6 +36,7 @@ class Patch:
             ``WITHOUT_ACCELERATOR``: only on a machine with neither CUDA nor NPU; ``EVERYWHERE``: always.
         copies: also where ``from x import y`` has copied the name, in any loaded module.
         also: what else, asked of the arguments of a call, calls for a replacement that is ``IN_GRAPH``.
+        is_absent: the module imports the name from a package that is not installed, and goes without it.
     """
 
     target: str
@@ -44,6 +45,7 @@ class Patch:
     where: str = IN_GRAPH
     copies: bool = True
     also: Callable[..., bool] | None = None
+    is_absent: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,13 +69,13 @@ def apply(patches: list[Patch]) -> None:
     Raises:
         ImportError: Megatron-core has no such name; nothing has been changed then.
     """
-    results = [(patch, *_locate(patch.target)) for patch in patches]
+    results = [(patch, *_locate(patch.target, patch.is_absent)) for patch in patches]
     targets = [*_originals, *(patch.target for patch in patches)]
     if twice := {t for t in targets if targets.count(t) > 1}:
         raise RuntimeError(f"{', '.join(sorted(twice))}: patched twice, so that neither replacement knows the original")
     swaps: dict[int, tuple[Any, Any]] = {}
     for patch, owner, name in results:
-        original = inspect.getattr_static(owner, name)
+        original = inspect.getattr_static(owner, name, None)
         replacement = patch.replacement
         if patch.where == IN_GRAPH:
             replacement = in_graph(patch.replacement, original, patch.also)
@@ -160,12 +162,12 @@ def is_whole(module_name: str) -> bool:
     return module_name.partition(".")[0] in ("torch", "megatron")
 
 
-def _locate(target: str) -> tuple[Any, str]:
+def _locate(target: str, is_absent: bool = False) -> tuple[Any, str]:
     module_name, path = target.split(":")
     owner: Any = importlib.import_module(module_name if is_whole(module_name) else f"{PREFIX}.{module_name}")
     *parents, name = path.split(".")
     for parent in parents:
         owner = getattr(owner, parent, None)
-    if not hasattr(owner, name):
+    if not is_absent and not hasattr(owner, name):
         raise ImportError(f"this megatron-core has no {target}, which mindspeed_fx.megatron_adaptor patches")
     return owner, name

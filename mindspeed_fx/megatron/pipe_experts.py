@@ -21,7 +21,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_fx.megatron import begun, collectives, dispatch, experts, groups, main_grad, zero_memory
+from mindspeed_fx.megatron import (
+    begun,
+    collectives,
+    dispatch,
+    experts,
+    fp8_linears,
+    groups,
+    main_grad,
+    zero_memory,
+)
 from mindspeed_fx.training import gradient_ready
 
 
@@ -165,6 +174,8 @@ def _multiply(x: Tensor, linears: list[Any], counts: Tensor | None, is_last: boo
 
 def _linear(x: Tensor, linear: Any, is_last: bool) -> Tensor:
     weight = linear.weight
+    if recipe := fp8_linears.recipe_of(weight):
+        return fp8_linears.linear(x, weight, None, recipe)
     if not main_grad.adds_to_main_grad(linear.gradient_accumulation_fusion, [weight]):
         return F.linear(x, weight)
     key = gradient_ready.key_of(weight) if is_last else gradient_ready.NOBODY

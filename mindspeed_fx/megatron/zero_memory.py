@@ -22,11 +22,34 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from mindspeed_fx.errors import OptionError
+from mindspeed_fx.megatron import fp8_linears
 from mindspeed_fx.megatron.flags import recomputed
 
 FLAG = "--moe-zero-memory"
 LEVEL0, LEVEL1 = "level0", "level1"
-_PRODUCTS = ("mindspeed::grouped_linear", "mindspeed::grouped_linear_main_grad")
+_PRODUCTS = tuple(f"mindspeed::grouped_linear{kind}" for kind in ("", "_main_grad", "_fp8"))
+
+
+def is_of_our_parts(layer: Any) -> bool:
+    """Whether permutation, products and activation of a layer of experts are ours, one by one."""
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    if layer.config.moe_latent_size or layer.config.moe_router_padding_for_quantization:
+        return False
+    return type(layer.experts) is SequentialMLP and not fp8_linears.are_of_transformer_engine(layer.experts)
+
+
+def check_parts(layer: Any, flag: str) -> None:
+    """
+    Raises:
+        OptionError: experts whose parts are not ours to make again, which ``flag`` asks for.
+    """
+    if not is_of_our_parts(layer):
+        kind = type(layer.experts).__name__
+        raise OptionError(
+            f"{flag}: experts are a {kind}, with a latent projection, padded rows or TransformerEngine's products of 8 "
+            "bits; remove the flag"
+        )
 
 
 def level_of(module: Any) -> str | None:
@@ -86,7 +109,6 @@ def set_levels(model: Any, args: Namespace) -> None:
     Raises:
         OptionError: its experts are of a kind whose parts are not ours to make again.
     """
-    from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     config, stages = model.config, getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
@@ -95,10 +117,7 @@ def set_levels(model: Any, args: Namespace) -> None:
     for index, layer in enumerate(model.decoder.layers):
         if not isinstance(layer.mlp, MoELayer) or recomputed.is_recomputed(config, index):
             continue  # recomputed whole, it keeps nothing anyhow
-        special = config.moe_latent_size or config.moe_router_padding_for_quantization or config.fp8 or config.fp4
-        if special or type(layer.mlp.experts) is not SequentialMLP:
-            kind = type(layer.mlp.experts).__name__
-            raise OptionError(f"{FLAG}: experts are a {kind}, with a latent projection or in 8 bits; remove the flag")
+        check_parts(layer.mlp, FLAG)
         level = args.moe_zero_memory
         if level == LEVEL1 and count and index * stages + stage >= count:
             level = LEVEL0

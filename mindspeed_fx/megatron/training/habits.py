@@ -40,6 +40,7 @@ class Habit:
 
 TE, APEX = "transformer_engine", "apex"
 _FUSED = "the compiler fuses it"
+PADDING = ("moe_router_padding_for_quantization", "moe_router_padding_for_fp8")
 HABITS = (
     Habit("transformer_impl", ("transformer_engine",), "local", TE, "Megatron's local layers are compiled"),
     Habit("apply_rope_fusion", (True,), False, TE, _FUSED),
@@ -54,6 +55,7 @@ HABITS = (
         TE,
         "the experts' products are one grouped product in the graph (sequential experts in a checkpoint)",
     ),
+    *(Habit(name, (True,), False, TE, "experts' products take any number of rows") for name in PADDING),
 )
 
 
