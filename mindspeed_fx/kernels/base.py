@@ -7,6 +7,7 @@ autograd can drop a gradient. An operator file calls :func:`operator` for each o
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, field
 from typing import Any, Callable
@@ -194,7 +195,7 @@ def operator(
         except RuntimeError as error:
             reason = " ".join(str(error).split())
             raise OptionError(f"operator: schema is {schema!r}, which torch does not take ({reason:.300})") from error
-        LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+        LIBRARY.impl(name, _returning_no_views(reference), "CompositeExplicitAutograd")
         torch.library.register_fake(f"mindspeed::{name}", fake, lib=LIBRARY)
         result = Operator(getattr(torch.ops.mindspeed, name).default, reference, opaque)
         REGISTRY[result.overload] = result
@@ -203,6 +204,25 @@ def operator(
         return result
 
     return wrap
+
+
+def _returning_no_views(reference: Callable) -> Callable:
+    """``reference``, whose result may be a view of what it made: autograd would refuse to write into one, which a caller
+    may (``out += bias``) as into the result of any operator.
+    """
+
+    @functools.wraps(reference)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = reference(*args, **kwargs)
+        if isinstance(result, torch.Tensor):
+            return _without_base(result)
+        return type(result)(map(_without_base, result)) if isinstance(result, (tuple, list)) else result
+
+    return run
+
+
+def _without_base(x: Any) -> Any:
+    return torch.ops.aten._unsafe_view(x, x.shape) if isinstance(x, torch.Tensor) and x._is_view() else x
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:

@@ -6,12 +6,14 @@ import itertools
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 from mindspeed_fx import kernels
 from mindspeed_fx.compat import cpp, dispatcher
 from mindspeed_fx.kernels import REGISTRY, activation, glu
 from mindspeed_fx.kernels.base import TAGGED, TAGS
 from mindspeed_fx.kernels.cpu import attention_blocked
+from mindspeed_fx.planning.verify_device import operators as device_operators
 from tests.models import double
 
 ops = torch.ops.mindspeed
@@ -434,3 +436,20 @@ def test_gradients_of_a_weighted_gate_have_rows_in_order():
 def test_gradients_of_a_gate_have_rows_in_order():
     grad, x, up = (torch.randn(3, 2, 8).transpose(0, 1) for _ in range(3))
     assert [r.is_contiguous() for r in torch.ops.mindspeed.glu_backward(grad, x, up, "gelu")] == [True] * 2
+
+
+@pytest.mark.parametrize("family", device_operators.FAMILIES)
+def test_results_may_be_written_in_place(family):
+    """As those of any operator: a view of what a reference made may not, says autograd."""
+    for operator, args in device_operators.calls_of(family, (2, 8, 4, 2, 8, 32), torch.float32):
+        for result in pytree.tree_leaves(operator.overload(*args)):
+            assert not (isinstance(result, torch.Tensor) and result._is_view()), operator.name
+
+
+def test_what_is_added_in_place_to_a_result_has_its_gradient():
+    x, weight, bias = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((4, 6), (3, 6), (3,)))
+    out = torch.ops.mindspeed.linear(x, weight, None)
+    out += bias
+    grads = torch.autograd.grad((out**2).sum(), (x, weight, bias))
+    want = torch.autograd.grad((torch.nn.functional.linear(x, weight, bias) ** 2).sum(), (x, weight, bias))
+    torch.testing.assert_close(grads, want)

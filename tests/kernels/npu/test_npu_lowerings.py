@@ -49,6 +49,9 @@ def test_a_lowering_is_its_reference(family, dtype):
     for name, op, args, kernel in npu_cases.cases(family, dtype):
         operator = find(op.default)
         lowering, reasons = operator.choose("npu", args, {})
+        if not kernel:  # what runs there is the reference
+            assert lowering is None and not operator.lowerings.get("npu"), name
+            continue
         assert lowering is not None and lowering.kernel == kernel, f"{name}: {lowering and lowering.kernel}, {reasons}"
         found = (
             results_of(run, op, given)
@@ -78,7 +81,7 @@ def test_a_lowering_costs_the_products_that_its_operator_does():
     for family in LOWERED:
         for name, op, args, kernel in npu_cases.cases(family, torch.bfloat16):
             operator = find(op.default)
-            if (operator.name, kernel) in seen or "causal" in name:
+            if not kernel or (operator.name, kernel) in seen or "causal" in name:
                 continue
             seen.add((operator.name, kernel))
             own = operator.cost(

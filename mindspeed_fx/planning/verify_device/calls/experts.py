@@ -139,6 +139,10 @@ def megatron_cases(dtype: torch.dtype) -> Iterator[Call]:
             if dtype == torch.float32
             else "npu_grouped_matmul and npu_grouped_matmul_add_ to zeros",
         )
+        # scales that are powers of two: numbers of 8 bits do not depend on the type that they are made in
+        yield f"grouped_linear_fp8-{name}", ops.grouped_linear_fp8, (x, weights, counts, "mx"), ""
+        args = (grad, x, weights, counts, "mx", [True, True])
+        yield f"grouped_linear_fp8_backward-{name}", ops.grouped_linear_fp8_backward, args, ""
     weight, into = normal(4, 5, dtype=dtype), normal(4, 5)
     yield "linear_main_grad", ops.linear_main_grad, (x.unflatten(0, (1, 7)), weight, into, False, -1), "aten linear"
     yield (
