@@ -207,8 +207,8 @@ def operator(
 
 
 def _returning_no_views(reference: Callable) -> Callable:
-    """``reference``, whose result may be a view of what it made: autograd would refuse to write into one, which a caller
-    may (``out += bias``) as into the result of any operator.
+    """``reference``, whose result may be a view of what it made: autograd refuses to write into such a one; a caller
+    may, as into the result of any operator (``out += bias``).
     """
 
     @functools.wraps(reference)

@@ -23,7 +23,6 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
-from mindspeed_fx.errors import OptionError
 from mindspeed_fx.megatron import zero_memory
 from mindspeed_fx.megatron.flags import recomputed
 from mindspeed_fx.megatron.flags.flag import get

@@ -72,9 +72,7 @@ def grouped_linear_fp8_backward(
 
 
 @grouped_linear_fp8_backward.register_fake
-def _(
-    grad: Tensor, x: Tensor, weights: list[Tensor], counts: Tensor, recipe: str, needed: list[bool]
-) -> list[Tensor]:
+def _(grad: Tensor, x: Tensor, weights: list[Tensor], counts: Tensor, recipe: str, needed: list[bool]) -> list[Tensor]:
     to_x = torch.empty_like(x) if needed[0] else x.new_empty(0)
     return [to_x, *(w.new_empty(w.shape if needed[1] else 0) for w in weights)]
 

@@ -17,6 +17,7 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
 from mindspeed_fx.megatron import patches
+from mindspeed_fx.megatron.scaled_moments import ScaledMoment
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 AVERAGE = "ema_params"
@@ -33,12 +34,13 @@ class Adam(torch.optim.Optimizer):
         adam_w_mode: decay weights apart from the gradient (AdamW); False adds the decay to the gradient.
 
     Attributes:
-        moment_dtype: of the moments between steps; None: the parameters'. Each step is computed in the parameters'
-            type, one parameter after the other where the moments are narrower.
+        narrowed: of a parameter, the name of a moment and the moment: the form in which it is kept between steps; None:
+            in the parameter's type. Each step is computed in that type, one parameter after the other where moments are
+            narrower.
         average_decay: of the average of the parameters; None: there is none.
     """
 
-    moment_dtype: torch.dtype | None = None
+    narrowed: Callable[[Tensor, str, Tensor], Tensor] | None = None
     average_decay: float | None = None
 
     def __init__(
@@ -74,12 +76,12 @@ class Adam(torch.optim.Optimizer):
             state = self.state[p]
             if not state:
                 state.update({name: torch.zeros_like(p, memory_format=torch.preserve_format) for name in MOMENTS})
-            if self.moment_dtype is not None:  # whoever made them, a loaded checkpoint included
-                state.update({name: state[name].to(self.moment_dtype) for name in MOMENTS})
+            if self.narrowed is not None:  # whoever made them, a loaded checkpoint included
+                state.update({name: self.narrowed(p, name, state[name]) for name in MOMENTS})
         if self.average_decay is not None:
             for p in parameters:
                 self.state[p].setdefault(AVERAGE, p.detach().clone(memory_format=torch.preserve_format))
-        for some in [parameters] if self.moment_dtype is None else [[p] for p in parameters]:
+        for some in [parameters] if self.narrowed is None else [[p] for p in parameters]:
             self._update(group, some)
         if self.average_decay is not None:
             decay = min(self.average_decay, (1 + group["step"]) / (10 + group["step"]))
@@ -87,7 +89,7 @@ class Adam(torch.optim.Optimizer):
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         kept = [[self.state[p][name] for p in parameters] for name in MOMENTS]
-        moments = [[t.to(p.dtype) for t, p in zip(tensors, parameters)] for tensors in kept]
+        moments = [[_whole(t).to(p.dtype) for t, p in zip(tensors, parameters)] for tensors in kept]
         before = torch.full((len(parameters),), float(group["step"] - 1), device=parameters[0].device)
         beta1, beta2 = group["betas"]
         self.update(
@@ -106,8 +108,14 @@ class Adam(torch.optim.Optimizer):
             eps=group["eps"],
         )
         for tensor, moment in zip(itertools.chain(*kept), itertools.chain(*moments)):
-            if tensor is not moment:
+            if isinstance(tensor, ScaledMoment):
+                tensor.keep(moment, group["step"])
+            elif tensor is not moment:
                 tensor.copy_(moment)
+
+
+def _whole(moment: Tensor) -> Tensor:
+    return moment.whole() if isinstance(moment, ScaledMoment) else moment
 
 
 def sharded_param_state_fully_reshardable(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -65,7 +65,8 @@ def states_bytes(args: Namespace, part: Part) -> float:
     itemsize = part.nbytes / max(1, part.numel)
     shards = part.ranks if get(args, "use_distributed_optimizer") else 1
     main = 0 if itemsize >= 4 else 2 if get(args, "reuse_fp32_param") else 4
-    moments = MOMENTS.get(get(args, "optimizer", "adam"), 2) * (2 if get(args, "o2_optimizer") else 4)
+    of_one = 1 if get(args, "quant_states") else 2 if get(args, "o2_optimizer") else 4
+    moments = MOMENTS.get(get(args, "optimizer", "adam"), 2) * of_one
     kept = 0.0 if get(args, "swap_optimizer") else 1.0
     if get(args, "optimizer_cpu_offload"):
         kept = 1.0 - get(args, "optimizer_offload_fraction", 1.0)

@@ -37,7 +37,8 @@ def test_each_expert_scales_its_own_rows_and_weight(recipe, case, dtype):
     grad = torch.randn(73, 48, dtype=dtype)
     out, want = ops.grouped_linear_fp8(x, weights, counts, recipe), one_by_one(x, weights, COUNTS[case], recipe)
     assert torch.equal(out, want)
-    for ours, theirs in zip(torch.autograd.grad(out, [x, *weights], grad), torch.autograd.grad(want, [x, *weights], grad)):
+    grads = (torch.autograd.grad(result, [x, *weights], grad) for result in (out, want))
+    for ours, theirs in zip(*grads, strict=True):
         assert ours.dtype == dtype and torch.equal(ours, theirs)
 
 
@@ -82,14 +83,13 @@ def test_large_products_are_those_of_the_processor(recipe, monkeypatch):
 def test_costs_are_those_of_the_linears():
     x, weights, _ = operands(COUNTS["all"], torch.bfloat16)
     counts, grad = torch.tensor([73, 0, 0]), torch.randn(73, 48).bfloat16()
-    whole = find(ops.grouped_linear_fp8.default).cost(spec(grad), spec(x), [spec(w) for w in weights], spec(counts), "mx")
+    forward, backward = find(ops.grouped_linear_fp8.default), find(ops.grouped_linear_fp8_backward.default)
+    whole = forward.cost(spec(grad), spec(x), [spec(w) for w in weights], spec(counts), "mx")
     one = linear_fp8.linear_fp8.cost(spec(grad), spec(x), spec(weights[0]), "mx")
     assert whole.flops == one.flops and whole.bytes > one.bytes  # the weights of all experts are read
     for needed in ([True, True], [True, False], [False, True]):
         out = [spec(x), *map(spec, weights)]
-        whole = find(ops.grouped_linear_fp8_backward.default).cost(
-            out, spec(grad), spec(x), [spec(w) for w in weights], spec(counts), "mx", needed
-        )
+        whole = backward.cost(out, spec(grad), spec(x), [spec(w) for w in weights], spec(counts), "mx", needed)
         parts = (spec(x), spec(weights[0]))
         one = linear_fp8.linear_fp8_backward.cost(parts, spec(grad), spec(x), spec(weights[0]), "mx", needed)
         assert whole.flops == one.flops

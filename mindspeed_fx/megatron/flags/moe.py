@@ -134,6 +134,7 @@ NOT_BESIDE_PLACEMENT = (
     "reuse_fp32_param",
     "swap_optimizer",
     "o2_optimizer",
+    "quant_states",
     "use_precision_aware_optimizer",
     "optimizer_cpu_offload",
     "use_megatron_fsdp",

@@ -9,7 +9,6 @@ from mindspeed_fx.megatron.flags.flag import (
     MEGATRON,
     OPTION,
     REFUSED,
-    Flag,
     NotDone,
     get,
     number,
@@ -17,9 +16,17 @@ from mindspeed_fx.megatron.flags.flag import (
     switch,
     word,
 )
+from mindspeed_fx.megatron.scaled_moments import BLOCKS
 
 AVERAGE = "remove it; Megatron keeps no average of the weights"
-PRECISION = "remove it; Megatron's --use-precision-aware-optimizer takes types for what the optimizer keeps"
+NOT_BESIDE_AVERAGES = (
+    "reuse_fp32_param",
+    "swap_optimizer",
+    "quant_states",
+    "use_precision_aware_optimizer",
+    "optimizer_cpu_offload",
+)
+PRECISION = "remove it; Megatron's --grad-reduce-in-bf16 keeps gradients in 2 bytes"
 
 
 def _selection(args: Namespace) -> str:
@@ -29,7 +36,7 @@ def _selection(args: Namespace) -> str:
         raise NotDone(f"--ema-decay is {args.ema_decay}; valid: 0 to 1")
     if get(args, "optimizer", "adam") != "adam":
         raise NotDone(f"--optimizer {args.optimizer} is no AdamW; give --optimizer adam")
-    for flag in ("reuse_fp32_param", "swap_optimizer", "use_precision_aware_optimizer", "optimizer_cpu_offload"):
+    for flag in NOT_BESIDE_AVERAGES:
         if get(args, flag):
             raise NotDone(f"--{flag.replace('_', '-')} keeps no average of the weights; remove one of the two")
     if (get(args, "save") or get(args, "load")) and get(args, "ckpt_format", "torch_dist") != "torch":
@@ -58,6 +65,17 @@ def _narrow_moments(args: Namespace) -> str:
     if get(args, "use_precision_aware_optimizer"):
         raise NotDone("--use-precision-aware-optimizer has types of its own for moments; remove one of the two")
     return "Adam's moments in bfloat16 between steps"
+
+
+def _scale_moments(args: Namespace) -> str:
+    form = args.quant_states
+    if form not in BLOCKS:
+        raise NotDone(f"--quant-states {form} is a type of the NPU's alone; give {' or '.join(BLOCKS)}")
+    for flag in ("o2_optimizer", "swap_optimizer", "optimizer_cpu_offload"):
+        if get(args, flag):
+            raise NotDone(f"--{flag.replace('_', '-')} keeps moments in its own way; remove one of the two")
+    _narrow_moments(args)
+    return f"Adam's moments in 8 bits between steps, {BLOCKS[form]} with a scale"
 
 
 def _coefficients(args: Namespace) -> str:
@@ -123,7 +141,16 @@ FLAGS = [
         act=_scalar,
     ),
     switch("--quant-grads", REFUSED, "gradients in few bits", PRECISION),
-    Flag("--quant-states", REFUSED, "optimizer states in few bits", PRECISION, type=str),
+    word(
+        "--quant-states",
+        None,
+        OPTION,
+        "Adam's moments in 8 bits: 6 bytes a main weight less",
+        "Adam keeps them so between steps, with a scale for each 128 or 32, and steps in float32",
+        choices=("fp8", "hif8", "mxfp8"),
+        act=_scale_moments,
+        shown_by="test_scaled_moments.py::test_a_step_is_adams_of_moments_that_are_rounded_behind_it",
+    ),
     switch(
         "--o2-gradient",
         MEGATRON,

@@ -52,8 +52,8 @@ REFUSED = {
     "--optimizer-cpu-offload": """
     --virtual-optimizer=some --compress-optimizer
     """,
-    "--use-precision-aware-optimizer": """
-    --quant-grads --quant-states=some
+    "--grad-reduce-in-bf16": """
+    --quant-grads
     """,
     "--fp8-format": """
     --no-use-gmm-fp8

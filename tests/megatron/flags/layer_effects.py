@@ -207,6 +207,15 @@ BENCHMARKS = {
         (f"{O2} --optimizer sgd", dict(error="give --optimizer adam")),
         (f"{O2} --use-precision-aware-optimizer", dict(error="remove one of the two")),
     ],
+    "--quant-states": [
+        ("--quant-states fp8", dict(says="128 with a scale")),
+        ("--quant-states mxfp8", dict(says="32 with a scale")),
+        ("--quant-states hif8", dict(error="give fp8 or mxfp8")),
+        ("--quant-states fp8 --optimizer sgd", dict(error="give --optimizer adam")),
+        (f"--quant-states fp8 {O2}", dict(error="--o2-optimizer keeps moments in its own way")),
+        ("--quant-states fp8 --swap-optimizer", dict(error="--swap-optimizer keeps moments")),
+        ("--quant-states fp8 --use-precision-aware-optimizer", dict(error="remove one of the two")),
+    ],
     "--gemm-gradient-accumulation-fusion": [
         ("--gemm-gradient-accumulation-fusion --num-experts 8 --moe-grouped-gemm", dict(says="in float32")),
         ("--gemm-gradient-accumulation-fusion --num-experts 8", dict(error="give --moe-grouped-gemm")),

@@ -137,8 +137,8 @@ def test_what_is_done_is_not(given):
             0,
         ),
         (
-            "--fp8-format hybrid --fp8-recipe tensorwise --num-layers 2 --mtp-num-layers 1 --recompute-granularity full "
-            "--recompute-method uniform --recompute-num-layers 1",
+            "--fp8-format hybrid --fp8-recipe tensorwise --num-layers 2 --mtp-num-layers 1 "
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
             1,
             1,
         ),
@@ -162,7 +162,8 @@ def test_what_is_done_is_not(given):
         ),
         (f"--fp8-format e4m3 --fp8-recipe mxfp8-32x32 {EXPERTS} --moe-zero-memory level0", 2, 0),
         (
-            f"--fp8-format hybrid --fp8-recipe tensorwise {test_models.MOE} --tensor-model-parallel-size 2 --sequence-parallel",
+            f"--fp8-format hybrid --fp8-recipe tensorwise {test_models.MOE} "
+            "--tensor-model-parallel-size 2 --sequence-parallel",
             2,
             0,
         ),

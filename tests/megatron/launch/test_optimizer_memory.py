@@ -97,6 +97,7 @@ def test_forms_of_checkpoints(tmp_path, form, writes, more):
 @pytest.mark.parametrize(
     "form", ["torch", "torch_dist", "torch_dist --dist-ckpt-optim-fully-reshardable"], ids=["torch", "dist", "fully"]
 )
-def test_moments_in_bfloat16_are_saved(tmp_path, form):
-    flags = "--o2-optimizer --o2-gradient --use-distributed-optimizer --no-gradient-accumulation-fusion"
+@pytest.mark.parametrize("narrow", ["--o2-optimizer --o2-gradient", "--quant-states fp8", "--quant-states mxfp8"])
+def test_narrow_moments_are_saved(tmp_path, form, narrow):
+    flags = f"{narrow} --use-distributed-optimizer --no-gradient-accumulation-fusion"
     resume(tmp_path, f"{flags} --ckpt-format {form}", "", "")
