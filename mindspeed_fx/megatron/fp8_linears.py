@@ -56,17 +56,28 @@ def refuse(args: Namespace) -> None:
         raise ValueError(f"--fp4-format {args.fp4} needs TransformerEngine, which is not installed; remove it")
     if not getattr(args, "fp8", None):
         return
-    asked = args.fp8, getattr(args, "fp8_recipe", "delayed")
-    if asked not in RECIPES:
-        raise ValueError(
-            f"--fp8-format {asked[0]} --fp8-recipe {asked[1]} needs TransformerEngine, which is not installed; without "
-            f"it: {VALID}"
-        )
+    recipe_asked_by(args)
     if not getattr(args, "fp8_wgrad", True):
         raise ValueError("--no-fp8-wgrad needs TransformerEngine, which is not installed; remove it")
     others = [flag for name, flag in _NO_OTHERS.items() if getattr(args, name, None)]
     if others:
         raise ValueError(f"{others[0]} beside --fp8-format needs TransformerEngine, which is not installed")
+
+
+def recipe_asked_by(config: Any) -> str:
+    """The recipe of arguments or a configuration that ask for 8 bits.
+
+    Raises:
+        ValueError: it is one of TransformerEngine's alone.
+    """
+    form, recipe = config.fp8, getattr(config, "fp8_recipe", None) or "delayed"
+    asked = form, getattr(recipe, "value", recipe)
+    if asked not in RECIPES:
+        raise ValueError(
+            f"--fp8-format {asked[0]} --fp8-recipe {asked[1]} needs TransformerEngine, which is not installed; without "
+            f"it: {VALID}"
+        )
+    return RECIPES[asked]
 
 
 def recipe_of(weight: Tensor) -> str | None:
@@ -99,10 +110,9 @@ def mark(layer: Any) -> None:
     """Have the linears of a layer compute as its configuration says."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-    asked = getattr(layer.config, "fp8_recipe", None)
-    recipe = RECIPES.get((getattr(layer.config, "fp8", None), getattr(asked, "value", asked)))
-    if recipe is None:
+    if not layer.config.fp8:
         return
+    recipe = recipe_asked_by(layer.config)
     for module in layer.modules():
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear)) and module.weight is not None:
             setattr(module.weight, KEY, recipe)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import signal
 import sys
 import time
 import types
 import warnings
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 import torch
 import torch._inductor.config as inductor_config
@@ -21,6 +22,9 @@ from .oracle import Failure
 from .program import load
 
 STEPS = 3
+SECONDS = 300
+"""What a step may take. Dynamo of torch 2.13 reads ``enumerate(reversed(layers))`` for ever where a layer registers a
+hook on a tensor, in torch's own backends too."""
 Values = dict[str, Any]
 
 
@@ -112,9 +116,30 @@ def _steps(program: Program, wrap: Callable) -> Any:
                     if when == number:
                         exec(text, space, {"layer": model.layers[at], "model": model})
                         model.double()
-                yield _step(program, model, function, number)
+                with in_time(SECONDS):
+                    values = _step(program, model, function, number)
+                yield values
             except Exception as error:
                 yield error
+
+
+@contextlib.contextmanager
+def in_time(seconds: float) -> Iterator[None]:
+    """
+    Raises:
+        TimeoutError: what is inside takes longer.
+    """
+
+    def stop(*unused: Any) -> None:
+        raise TimeoutError(f"not ended after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _step(program: Program, model: Any, function: Callable, number: int) -> Values:

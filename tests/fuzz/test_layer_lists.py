@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import pytest
 
@@ -66,3 +67,12 @@ def test_the_command(capsys):
     with pytest.raises(SystemExit):
         __main__.main(["--lists", "--graphs", "--codegen", "inductor"])
     assert "programs of their own" in capsys.readouterr().err
+
+
+def test_a_compiler_that_does_not_end_is_stopped():
+    with pytest.raises(TimeoutError, match="not ended after 0.05 s"), layer_steps.in_time(0.05):
+        while True:
+            pass
+    with layer_steps.in_time(0.05):
+        pass
+    time.sleep(0.1)  # nothing rings afterwards

@@ -26,6 +26,14 @@ NOT_BESIDE_AVERAGES = (
     "use_precision_aware_optimizer",
     "optimizer_cpu_offload",
 )
+NOT_BESIDE_SCALES = (
+    "o2_optimizer",
+    "swap_optimizer",
+    "optimizer_cpu_offload",
+    "use_torch_fsdp2",
+    "use_megatron_fsdp",
+    "layerzero",
+)
 PRECISION = "remove it; Megatron's --grad-reduce-in-bf16 keeps gradients in 2 bytes"
 
 
@@ -71,7 +79,7 @@ def _scale_moments(args: Namespace) -> str:
     form = args.quant_states
     if form not in BLOCKS:
         raise NotDone(f"--quant-states {form} is a type of the NPU's alone; give {' or '.join(BLOCKS)}")
-    for flag in ("o2_optimizer", "swap_optimizer", "optimizer_cpu_offload"):
+    for flag in NOT_BESIDE_SCALES:
         if get(args, flag):
             raise NotDone(f"--{flag.replace('_', '-')} keeps moments in its own way; remove one of the two")
     _narrow_moments(args)

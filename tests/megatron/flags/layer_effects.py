@@ -214,6 +214,7 @@ BENCHMARKS = {
         ("--quant-states fp8 --optimizer sgd", dict(error="give --optimizer adam")),
         (f"--quant-states fp8 {O2}", dict(error="--o2-optimizer keeps moments in its own way")),
         ("--quant-states fp8 --swap-optimizer", dict(error="--swap-optimizer keeps moments")),
+        ("--quant-states fp8 --use-torch-fsdp2", dict(error="--use-torch-fsdp2 keeps moments")),
         ("--quant-states fp8 --use-precision-aware-optimizer", dict(error="remove one of the two")),
     ],
     "--gemm-gradient-accumulation-fusion": [

@@ -85,6 +85,13 @@ def test_linears_of_tokens_ahead_are_of_8_bits_whatever_stays_wide():
 
 
 @pytest.mark.usefixtures("on_one_rank")
+@pytest.mark.parametrize("experts", [None, 3])
+def test_a_configuration_of_another_recipe_is_no_model_in_16_bits(experts):
+    with pytest.raises(ValueError, match="--fp8-format hybrid --fp8-recipe delayed needs .* tensorwise, --fp8-format"):
+        gpt_models.tiny_gpt(experts=experts, fp8="hybrid", fp8_recipe="delayed")
+
+
+@pytest.mark.usefixtures("on_one_rank")
 def test_first_and_last_layers_may_stay_wide():
     wide = dict(first_last_layers_bf16=True, num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=0)
     model = gpt_models.tiny_gpt(fp8="hybrid", fp8_recipe="tensorwise", bf16=True, params_dtype=torch.bfloat16, **wide)
