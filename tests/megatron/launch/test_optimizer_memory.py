@@ -62,12 +62,17 @@ def test_compiled_chunks(more):
 SAVES = "--bf16 --lr-decay-iters 4 --train-iters 4 --global-batch-size 4"
 
 
-def resume(folder: Path, flags: str, saves: str, loads: str) -> None:
-    """Two steps more than a checkpoint of ``saves`` are the same with ``loads``."""
-    whole = train(f"{SAVES} {flags} {saves} --save {folder} --save-interval 2", 2, EAGER)
+def stopped_and_taken_up(folder: Path, one: str, other: str) -> tuple[runner.Run, runner.Run]:
+    """(Four steps with flags ``one``, the last two with ``other`` from the checkpoint between)."""
+    whole = train(f"{SAVES} {one} --save {folder} --save-interval 2", 2, EAGER)
     (folder / "latest_checkpointed_iteration.txt").write_text("2")
     shutil.rmtree(folder / "iter_0000004")
-    rest = train(f"{SAVES} {flags} {loads} --load {folder}", 2, EAGER)
+    return whole, train(f"{SAVES} {other} --load {folder}", 2, EAGER)
+
+
+def resume(folder: Path, flags: str, saves: str, loads: str) -> None:
+    """Two steps more than a checkpoint of ``saves`` are the same with ``loads``."""
+    whole, rest = stopped_and_taken_up(folder, f"{flags} {saves}", f"{flags} {loads}")
     assert rest.losses == {k: whole.losses[k] for k in (3, 4)}
     assert rest.grad_norms == {k: whole.grad_norms[k] for k in (3, 4)}
 
@@ -93,11 +98,23 @@ def test_forms_of_checkpoints(tmp_path, form, writes, more):
     resume(tmp_path, form, *((more, "") if writes == "lean" else ("", more)))
 
 
+FORMS = ["torch", "torch_dist", "torch_dist --dist-ckpt-optim-fully-reshardable"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "form", ["torch", "torch_dist", "torch_dist --dist-ckpt-optim-fully-reshardable"], ids=["torch", "dist", "fully"]
-)
+@pytest.mark.parametrize("form", FORMS, ids=["torch", "dist", "fully"])
 @pytest.mark.parametrize("narrow", ["--o2-optimizer --o2-gradient", "--quant-states fp8", "--quant-states mxfp8"])
 def test_narrow_moments_are_saved(tmp_path, form, narrow):
     flags = f"{narrow} --use-distributed-optimizer --no-gradient-accumulation-fusion"
     resume(tmp_path, f"{flags} --ckpt-format {form}", "", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS, ids=["torch", "dist", "fully"])
+@pytest.mark.parametrize("writes", ["scaled", "plain"])
+def test_moments_in_8_bits_are_read_without_the_flag_and_others_with_it(tmp_path, form, writes):
+    plain = f"--use-distributed-optimizer --ckpt-format {form}"
+    scaled = f"{plain} --quant-states fp8"
+    whole, rest = stopped_and_taken_up(tmp_path, *((scaled, plain) if writes == "scaled" else (plain, scaled)))
+    assert rest.losses[3] == whole.losses[3] and rest.grad_norms[3] == whole.grad_norms[3]
+    assert rest.losses[4]["lm loss"] == pytest.approx(whole.losses[4]["lm loss"], rel=2e-3)
