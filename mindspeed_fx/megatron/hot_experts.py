@@ -135,7 +135,9 @@ class _Copies(torch.autograd.Function):
     """Forward: copies of chosen weights on all ranks. Backward: their gradients' sum, for the owner."""
 
     @staticmethod
-    def forward(ctx, hot, first, group, *weights):
+    def forward(ctx, *args):
+        # All in one: without gradients Dynamo (2.13) leaves ctx away where a signature has a name less than arguments.
+        hot, first, group, *weights = args
         ctx.first, ctx.group, ctx.number = first, group, len(weights)
         ctx.save_for_backward(hot)
         return collectives.all_reduce(copy_hot_experts(list(weights), hot, first), group)

@@ -169,6 +169,18 @@ def test_what_is_done_is_not(given):
         ),
         (f"--fp8-format e4m3 --fp8-recipe mxfp8-32x32 {EXPERTS} --moe-zero-memory level0", 2, 0),
         (
+            f"--fp8-format e4m3 --fp8-recipe mxfp8 {EXPERTS} --balanced-moe-experts --balanced-moe-hot-expert-num 1",
+            2,
+            0,
+        ),
+        (
+            "--fp8-format e4m3 --fp8-recipe blockwise --moe-model-type deepspeed_moe --num-experts 4 "
+            "--expert-model-parallel-size 2 --moe-train-capacity-factor 1.0 --use-pipe-experts "
+            "--pipe-experts-multi-data 2",
+            2,
+            0,
+        ),
+        (
             f"--fp8-format hybrid --fp8-recipe tensorwise {test_models.MOE} "
             "--tensor-model-parallel-size 2 --sequence-parallel",
             2,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from mindspeed_fx.megatron import hot_experts
 from tests import ranks
@@ -62,7 +63,6 @@ def build(**more):
 def worker(rank: int, store: str, compiles: bool) -> None:
     from argparse import Namespace
 
-    import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -120,3 +120,17 @@ def worker(rank: int, store: str, compiles: bool) -> None:
 @pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_two_ranks(compiles, tmp_path):
     ranks.spawn(worker, (str(tmp_path / "store"), compiles), nprocs=RANKS)
+
+
+@pytest.mark.usefixtures("on_one_rank")
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_copies_are_compiled_where_no_gradients_are_made(number):
+    weights, hot = [torch.randn(3, 4) for _ in range(number)], torch.tensor([number - 1])
+    group = dist.group.WORLD
+
+    @torch.compile(backend="mindspeed", options={"codegen": "eager"}, fullgraph=True)
+    def copies(*weights):
+        return hot_experts._Copies.apply(hot, 0, group, *weights)
+
+    with torch.no_grad():
+        assert torch.equal(copies(*weights), weights[-1].unsqueeze(0))
