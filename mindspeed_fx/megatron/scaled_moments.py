@@ -48,7 +48,7 @@ class ScaledMoment(StoredTensor):
         return ScaledMoment(self, *(p.clone() if is_copy else p for p in parts), self.is_positive)
 
     def whole(self) -> Tensor:
-        values = torch.ldexp(self.numbers.float(), -self.exponents.int().unsqueeze(1))
+        values = self.numbers.float() * _power_of_two(-self.exponents.int()).unsqueeze(1)
         return values.view(-1)[: self.numel()].view(self.shape)
 
     def keep(self, values: Tensor, step: int = 0) -> None:
@@ -119,6 +119,11 @@ def _noise(blocks: Tensor, first: int, step: int) -> Tensor:
 _MASK = 0x7FFFFFFF
 
 
+def _power_of_two(exponents: Tensor) -> Tensor:
+    """float32 of int32 from -126 to 126, by its bits: powers that are computed need not be exact."""
+    return ((exponents + 127) << 23).view(torch.float32)
+
+
 def _rounded(blocks: Tensor, noise: Tensor, dtype: torch.dtype, is_positive: bool) -> tuple[Tensor, Tensor]:
     """(numbers of 8 bits, exponents) of float32 blocks [blocks, n].
 
@@ -126,10 +131,11 @@ def _rounded(blocks: Tensor, noise: Tensor, dtype: torch.dtype, is_positive: boo
     """
     limits = torch.finfo(dtype)
     smallest = limits.smallest_normal * limits.eps
-    most, top = math.frexp(limits.max)
-    mantissa, exponent = torch.frexp(blocks.abs().amax(1))
-    exponents = (top - exponent - (mantissa > most).int()).clamp(-126, 126)
-    scaled_up = torch.ldexp(blocks, exponents.unsqueeze(1))
+    fraction, top = math.frexp(limits.max)
+    largest = blocks.abs().amax(1).view(torch.int32)
+    is_above = (largest & (1 << 23) - 1) > int((2 * fraction - 1) * (1 << 23))  # the fraction of the largest number
+    exponents = (top + 126 - (largest >> 23) - is_above.int()).clamp(-126, 126)
+    scaled_up = blocks * _power_of_two(exponents).unsqueeze(1)
     size = scaled_up.abs()
     # normal numbers: what is added to the bits that are left off carries into those that stay
     bits = 23 - round(-math.log2(limits.eps))

@@ -34,7 +34,7 @@ NOT_BESIDE_SCALES = (
     "use_megatron_fsdp",
     "layerzero",
 )
-PRECISION = "remove it; Megatron's --grad-reduce-in-bf16 keeps gradients in 2 bytes"
+GRADIENTS = "remove it; Megatron's --grad-reduce-in-bf16 keeps gradients in 2 bytes"
 
 
 def _selection(args: Namespace) -> str:
@@ -148,7 +148,7 @@ FLAGS = [
         choices=("adam", "lion"),
         act=_scalar,
     ),
-    switch("--quant-grads", REFUSED, "gradients in few bits", PRECISION),
+    switch("--quant-grads", REFUSED, "gradients in few bits", GRADIENTS),
     word(
         "--quant-states",
         None,
