@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -26,17 +27,17 @@ class StoredTensor(Tensor):
         """
         return Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
 
+    @abstractmethod
     def whole(self) -> Tensor:
         """A new tensor of its numbers."""
-        raise NotImplementedError
 
+    @abstractmethod
     def keep(self, values: Tensor) -> None:
         """Hold ``values``, of its shape, from now on."""
-        raise NotImplementedError
 
+    @abstractmethod
     def same(self, is_copy: bool) -> StoredTensor:
         """Another that shares what this one holds, or has a copy of it."""
-        raise NotImplementedError
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"{type(self).__name__}({list(self.shape)}, {self.device})"

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from mindspeed_fx.megatron import expert_placement, patches, sliced_states
-from mindspeed_fx.megatron.optimizer import AVERAGE, Adam
+from mindspeed_fx.megatron.optimizer import AVERAGE, adams_of
 
 SAVE = "megatron.training.checkpointing:save_checkpoint"
 GENERATE = "megatron.training.checkpointing:generate_state_dict"
@@ -30,13 +30,7 @@ def keep_averages(optimizer: Any, decay: float) -> None:
     Raises:
         ValueError: the optimizer is another package's.
     """
-    for part in _parts(optimizer):
-        if not isinstance(part.optimizer, Adam):
-            kind = f"{type(part.optimizer).__module__}'s {type(part.optimizer).__name__}"
-            raise ValueError(
-                f"--optimizer-selection fused_ema_adamw is mindspeed_fx's Adam, and this is {kind}; give "
-                "--optimizer adam"
-            )
+    for part in adams_of(optimizer, "--optimizer-selection fused_ema_adamw is", "--optimizer adam"):
         part.optimizer.average_decay = decay
 
 

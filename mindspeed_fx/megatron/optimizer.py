@@ -114,6 +114,24 @@ class Adam(torch.optim.Optimizer):
                 tensor.copy_(moment)
 
 
+def adams_of(optimizer: Any, asked: str, instead: str) -> list[Any]:
+    """The parts of Megatron's optimizer that step parameters, each by the Adam above.
+
+    Args:
+        asked: what a flag asks, before "mindspeed_fx's Adam" in a sentence.
+        instead: what to give for it.
+
+    Raises:
+        ValueError: one steps by another package's.
+    """
+    parts = [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if part.optimizer is not None]
+    for inner in (part.optimizer for part in parts):
+        if not isinstance(inner, Adam):
+            kind = f"{type(inner).__module__}'s {type(inner).__name__}"
+            raise ValueError(f"{asked} mindspeed_fx's Adam, and this is {kind}; give {instead}")
+    return parts
+
+
 def _whole(moment: Tensor) -> Tensor:
     return moment.whole() if isinstance(moment, ScaledMoment) else moment
 

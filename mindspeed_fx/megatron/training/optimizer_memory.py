@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_fx.megatron import averages, host_states, patches, residual, scaled_moments
-from mindspeed_fx.megatron.optimizer import Adam
+from mindspeed_fx.megatron.optimizer import adams_of
 from mindspeed_fx.megatron.run_arguments import loop_arguments
 
 TARGET = "megatron.training.training:get_megatron_optimizer"
@@ -38,7 +38,7 @@ def narrow_moments(optimizer: Any) -> None:
     Raises:
         ValueError: the optimizer is another package's, whose moments have one type.
     """
-    for part in _parts(optimizer, "--o2-optimizer"):
+    for part in _adams(optimizer, "--o2-optimizer"):
         part.optimizer.narrowed = _in_bfloat16
 
 
@@ -53,7 +53,7 @@ def scale_moments(optimizer: Any, form: str, chunks: list[Any]) -> None:
     Raises:
         ValueError: the optimizer is another package's, whose moments have one type.
     """
-    for part in _parts(optimizer, f"--quant-states {form}"):
+    for part in _adams(optimizer, f"--quant-states {form}"):
         scaled_moments.keep_wide(part, chunks)
         part.optimizer.narrowed = functools.partial(scaled_moments.scaled, form)
 
@@ -62,14 +62,6 @@ def _in_bfloat16(parameter: Tensor, name: str, moment: Tensor) -> Tensor:
     return moment.to(torch.bfloat16)
 
 
-def _parts(optimizer: Any, flag: str) -> list[Any]:
-    """The optimizers that step parameters, mindspeed_fx's Adam each."""
-    parts = [p for p in getattr(optimizer, "chained_optimizers", [optimizer]) if p.optimizer is not None]
-    for inner in (p.optimizer for p in parts):
-        if not isinstance(inner, Adam):
-            raise ValueError(
-                f"{flag} narrows the moments of mindspeed_fx's Adam, and this is {type(inner).__module__}'s "
-                f"{type(inner).__name__}; give --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype "
-                "bf16, or --optimizer adam"
-            )
-    return parts
+def _adams(optimizer: Any, flag: str) -> list[Any]:
+    types = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+    return adams_of(optimizer, f"{flag} narrows the moments of", f"{types}, or --optimizer adam")
